@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.drafter import chunked_loss
-from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head
+from tlt_lightning.drafter.architectures.base import DraftArchitecture, Drafting, Head
 from tlt_lightning.drafter.architectures.training_time_test import shifted, step_masks
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, expect_acceptance
@@ -46,7 +46,7 @@ def measure_pack(
         rates[step, rows], matches[step, rows] = rule.judge(logits, targets, tokens)
 
     terms = chunked_loss.terms_of(loss, batch.states)
-    predictions, _ = architecture.predict(head, batch, terms, weights, judge=judge)
+    predictions, _ = architecture.predict(head, batch, Drafting(terms, weights, judge=judge))
     steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
     sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
     by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)

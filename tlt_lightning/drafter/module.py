@@ -16,7 +16,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import CountOrZero, checked, text_of
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
-from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head
+from tlt_lightning.drafter.architectures.base import DraftArchitecture, Drafting, Head
 from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.architectures.training_time_test import step_masks
 from tlt_lightning.drafter.export import keep_earlier, write_head
@@ -226,7 +226,7 @@ class DrafterModule(L.LightningModule):
         decay = (self.teaching.decay * architecture.decay) ** torch.arange(num_steps, device=masks.device)
         weights = masks * (decay / positions)[:, None]
         terms = chunked_loss.terms_of(self.loss_spec, batch.states)
-        predictions, loss = architecture.predict(head, batch, terms, weights, rows=rows, compares=compares)
+        predictions, loss = architecture.predict(head, batch, Drafting(terms, weights, rows, compares=compares))
         metrics = {"drafter/loss": loss.detach()}
         if compares:
             agreement = (predictions.top1 & masks).sum(-1) / positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -21,9 +21,6 @@ from tlt_lightning.ranks.reduce import largest_over_ranks
 from tlt_lightning.sharding.rows import Rows, sharded_as
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.micro_batches import LargestCounts
-
-if TYPE_CHECKING:
-    pass
 
 
 class FSDP2Strategy(ModelParallelStrategy):

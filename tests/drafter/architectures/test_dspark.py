@@ -10,6 +10,7 @@ import torch
 from benchmarks.block_drafts import head as reference
 from tests.support.drafters.draft_texts import alone, make_drafter, pack, quality_on, random_sequence, train
 from tlt_lightning.drafter import chunked_loss
+from tlt_lightning.drafter.architectures.base import Drafting
 from tlt_lightning.drafter.architectures.dspark import DSpark, draft
 from tlt_lightning.drafter.architectures.training_time_test import step_masks
 from tlt_lightning.drafter.module import DrafterModule
@@ -47,7 +48,7 @@ def test_loss_and_gradients_are_those_of_speculators(
     masks = step_masks(batch, BLOCK - 1, None) & batch.loss_mask[0]  # `speculators` begins no block in a prompt
     decay = torch.tensor([exp(-k / 4) for k in range(BLOCK - 1)])[:, None]
     terms = chunked_loss.terms_of("kl_div", batch.states)
-    _, ours = drafter.architecture.predict(drafter.head, batch, terms, masks * decay / masks.sum())
+    _, ours = drafter.architecture.predict(drafter.head, batch, Drafting(terms, masks * decay / masks.sum()))
     our_gradients = gradients(drafter, ours)
     assert {"head.fc.weight", "head.markov_head.markov_w1.weight", "head.markov_head.markov_w2.weight"} <= set(
         our_gradients

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tlt_lightning.drafter.chunked_loss import LossTerms, Predictions
 from tlt_lightning.drafter.packing import PackedBatch
+from tlt_lightning.engine.architectures import head_size
 
 if TYPE_CHECKING:
+    from speculators import SpeculatorsConfig
     from transformers import PretrainedConfig
 
 Head = Any
@@ -39,6 +41,25 @@ class HeadSettings:
     num_draft_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Says what is drafted from a pack, and what is computed of it.
+
+    Args:
+        terms: Losses of `speculators` with their weights.
+        weights: Weight of the loss of each drafted token of each entry. (K, T)
+        rows: Entries of `sample`; None: all that count.
+        judge: Is told the logits of what is drafted.
+        compares: Tell how often the two agree, which takes time.
+    """
+
+    terms: LossTerms
+    weights: Tensor
+    rows: Tensor | None = None
+    judge: Judge | None = None
+    compares: bool = True
+
+
 class DraftArchitecture(ABC):
     """Builds heads of one kind, and drafts with them. What vLLM is told of a kind follows from its saved heads."""
 
@@ -62,25 +83,29 @@ class DraftArchitecture(ABC):
         return None
 
     @abstractmethod
-    def predict(
-        self,
-        head: Head,
-        batch: PackedBatch,
-        terms: LossTerms,
-        weights: Tensor,
-        *,
-        rows: Tensor | None = None,
-        judge: Judge | None = None,
-        compares: bool = True,
-    ) -> tuple[Predictions, Tensor]:
-        """Draft from entries of a pack; return the comparison with the target, and the weighted sum of losses.
+    def predict(self, head: Head, batch: PackedBatch, wanted: Drafting) -> tuple[Predictions, Tensor]:
+        """Draft from entries of a pack; return the comparison with the target, and the weighted sum of losses."""
 
-        Args:
-            head: The head.
-            batch: The pack.
-            terms: Losses of `speculators` with their weights.
-            weights: Weight of the loss of each drafted token of each entry. (K, T)
-            rows: Entries of `sample`; None: all that count.
-            judge: Is told the logits of what is drafted.
-            compares: Tell how often the two agree, which takes time.
-        """
+
+def layer_settings(target: PretrainedConfig) -> dict[str, Any]:
+    """Return the settings of a layer of the target's widths, as the configurations of `transformers` name them."""
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return {
+        **{name: getattr(target, name) for name in (*same, "max_position_embeddings", "rms_norm_eps")},
+        "head_dim": head_size(target),
+        "rope_parameters": dict(target.rope_parameters),
+        "tie_word_embeddings": False,
+    }
+
+
+def speculation_of(algorithm: str, settings: HeadSettings) -> SpeculatorsConfig:
+    """Return what `speculators` notes of a head's target and draft length."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    return SpeculatorsConfig(
+        algorithm=algorithm,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=settings.num_draft_tokens)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig.from_pretrained(settings.target),
+    )

@@ -17,10 +17,17 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, checked
 from tlt_lightning.drafter import chunked_loss
-from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head, HeadSettings, Judge
-from tlt_lightning.drafter.chunked_loss import LossTerms, Predictions
+from tlt_lightning.drafter.architectures.base import (
+    DraftArchitecture,
+    Drafting,
+    Head,
+    HeadSettings,
+    Judge,
+    layer_settings,
+    speculation_of,
+)
+from tlt_lightning.drafter.chunked_loss import Predictions
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.engine.architectures import head_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,25 +64,11 @@ class DSpark(DraftArchitecture):
 
     @override
     def build(self, settings: HeadSettings, target: PretrainedConfig) -> Head:
-        from speculators import SpeculatorsConfig, VerifierConfig
         from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
-        from speculators.proposals.greedy import GreedyTokenProposalConfig
         from transformers import Qwen3Config
 
         assert self.most_drafts is not None
-        layers = Qwen3Config(
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            intermediate_size=target.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=target.num_attention_heads,
-            num_key_value_heads=target.num_key_value_heads,
-            head_dim=head_size(target),
-            max_position_embeddings=target.max_position_embeddings,
-            rms_norm_eps=target.rms_norm_eps,
-            rope_parameters=dict(target.rope_parameters),
-            tie_word_embeddings=False,
-        )
+        layers = Qwen3Config(num_hidden_layers=self.num_layers, **layer_settings(target))
         layers._attn_implementation = "sdpa"
         unused = target.eos_token_id if target.pad_token_id is None else target.pad_token_id
         config = DSparkSpeculatorConfig(
@@ -89,12 +82,7 @@ class DSpark(DraftArchitecture):
             markov_rank=self.markov_rank,
             enable_confidence_head=False,
             confidence_head_with_markov=False,
-            speculators_config=SpeculatorsConfig(
-                algorithm="dspark",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=settings.num_draft_tokens)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig.from_pretrained(settings.target),
-            ),
+            speculators_config=speculation_of("dspark", settings),
         )
         return DSparkDraftModel(config)
 
@@ -122,17 +110,8 @@ class DSpark(DraftArchitecture):
         return chosen.byte().argsort(descending=True, stable=True)[: self.anchors]
 
     @override
-    def predict(
-        self,
-        head: Head,
-        batch: PackedBatch,
-        terms: LossTerms,
-        weights: Tensor,
-        *,
-        rows: Tensor | None = None,
-        judge: Judge | None = None,
-        compares: bool = True,
-    ) -> tuple[Predictions, Tensor]:
+    def predict(self, head: Head, batch: PackedBatch, wanted: Drafting) -> tuple[Predictions, Tensor]:
+        weights, rows, judge = wanted.weights, wanted.rows, wanted.judge
         num_steps, num_entries = weights.shape
         agrees = torch.zeros_like(weights, dtype=torch.bool)
         result, total = Predictions(torch.zeros_like(weights), agrees, agrees.clone()), weights.new_zeros(())
@@ -148,10 +127,10 @@ class DSpark(DraftArchitecture):
                 head,
                 features.reshape(1, places.numel(), -1),
                 batch.last_states[0, places.flatten()],
-                terms,
+                wanted.terms,
                 weights[:, part].reshape(1, -1),
                 judge and _by_drafted_token(judge, part),
-                compares=compares,
+                compares=wanted.compares,
                 bias=(before.reshape(1, places.numel(), -1), head.markov_head.markov_w2.weight),
             )
             total = total + loss

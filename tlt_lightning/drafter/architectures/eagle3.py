@@ -8,12 +8,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.drafter import chunked_loss
-from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head, HeadSettings, Judge
+from tlt_lightning.drafter.architectures.base import (
+    DraftArchitecture,
+    Drafting,
+    Head,
+    HeadSettings,
+    layer_settings,
+    speculation_of,
+)
 from tlt_lightning.drafter.architectures.document_attention import attend_in_documents
 from tlt_lightning.drafter.architectures.training_time_test import unroll
-from tlt_lightning.drafter.chunked_loss import LossTerms, Predictions
+from tlt_lightning.drafter.chunked_loss import Predictions
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.engine.architectures import head_size
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.rotary import fuse_rotary
 
@@ -47,47 +53,22 @@ class Eagle3(DraftArchitecture):
         return _empty_head(settings, layer_config, norm_before_residual=bool(config.get("norm_before_residual")))
 
     @override
-    def predict(
-        self,
-        head: Head,
-        batch: PackedBatch,
-        terms: LossTerms,
-        weights: Tensor,
-        *,
-        rows: Tensor | None = None,
-        judge: Judge | None = None,
-        compares: bool = True,
-    ) -> tuple[Predictions, Tensor]:
-        features = unroll(head, batch, len(weights))
-        return chunked_loss.predict(head, features, batch.last_states[0], terms, weights, judge, compares=compares)
+    def predict(self, head: Head, batch: PackedBatch, wanted: Drafting) -> tuple[Predictions, Tensor]:
+        features = unroll(head, batch, len(wanted.weights))
+        given = wanted.terms, wanted.weights, wanted.judge
+        return chunked_loss.predict(head, features, batch.last_states[0], *given, compares=wanted.compares)
 
 
 def _layer_config(target: PretrainedConfig) -> Any:
     """Configure a Llama layer of the target's widths, which vLLM runs for every family."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=head_size(target),
-        hidden_act=target.hidden_act,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_parameters=dict(target.rope_parameters),
-        tie_word_embeddings=False,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-    )
+    own = {name: getattr(target, name) for name in ("hidden_act", "bos_token_id", "eos_token_id")}
+    return LlamaConfig(num_hidden_layers=1, **layer_settings(target), **own)
 
 
 def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual: bool) -> Eagle3DraftModel:
-    from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import AttentionInterface
 
     AttentionInterface.register(_ATTENTION, attend_in_documents)
@@ -97,12 +78,7 @@ def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual:
         draft_vocab_size=settings.draft_vocab_size,
         norm_before_residual=norm_before_residual,
         eagle_aux_hidden_state_layer_ids=list(settings.layer_ids),
-        speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=settings.num_draft_tokens)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig.from_pretrained(settings.target),
-        ),
+        speculators_config=speculation_of("eagle3", settings),
     )
     head = Eagle3DraftModel(config)
     fuse_layers(head)
