@@ -92,9 +92,8 @@ class BenchEngine(VLLMEngine):
             "graphs MiB": None,
         }
         if parts.graphs is not None and parts.graphs.plan is not None:
-            report = parts.graphs.report()
-            found["graphs MiB"] = round(sum(report.mib.values()))
-            found["graphs"] = parts.graphs.plan.table(report)
+            found["graphs MiB"] = round(sum(parts.graphs.mib.values()))
+            found["graphs"] = parts.graphs.plan.table(parts.graphs.mib, parts.graphs.seconds)
         return found
 
 

@@ -259,8 +259,8 @@ def test_of_two_responses_with_one_key_the_newer_counts(make_pool) -> None:
     ("settings", "match"),
     [
         ({"terms": [length, length]}, "`rewards` holds 2 of the name 'length'"),
-        ({"timeout": float("nan")}, "`timeout` must be a positive"),
-        ({"timeout": float("inf")}, "`timeout` must be a positive"),
+        ({"timeout": float("nan")}, "`timeout` must be in"),
+        ({"timeout": float("inf")}, "`timeout` must be in"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], match: str) -> None:

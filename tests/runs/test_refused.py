@@ -118,7 +118,7 @@ def test_a_model_may_be_a_path() -> None:
 def test_settings_that_the_optimizer_refuses_are_named_before_the_engine_is_loaded(
     build: Any, reason: str, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=rf"`optimizer` cannot be built from the policy's parameters: .*{reason}"):
+    with pytest.raises((TypeError, ValueError), match=reason):
         make_trainer(tmp_path).fit(make_module(policy_path, optimizer=build), make_data(prompts_path, NeverLoaded()))
 
 

@@ -1,6 +1,5 @@
 """Adam in one pass over the memory: where, and that each kind goes on from the other; learning rates that move."""
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.support.rl_runs import NeverLoaded, make_data, make_module, make_trainer
 from tlt_lightning.sharding.units import total_norm
@@ -145,21 +143,6 @@ def test_what_cannot_move_the_policy_to_the_end_is_refused_before_the_engine_loa
     trainer = make_trainer(tmp_path)
     with pytest.raises((MisconfigurationException, TypeError, ValueError), match=message):
         trainer.fit(make_module(policy_path, **arguments), make_data(prompts_path, NeverLoaded()))
-
-
-def test_a_cosine_over_iterations_is_warned_of_where_the_run_takes_more_steps(
-    policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    def trained(num_steps: int) -> None:
-        module = make_module(policy_path, lr_scheduler=lambda each: CosineAnnealingLR(each, num_steps))
-        make_trainer(tmp_path, max_epochs=2).fit(module, make_data(prompts_path))
-
-    with pytest.warns(UserWarning, match=r"ends its descent at step 2 .* take 4 optimizer .* Give `T_max=4`") as warned:
-        trained(2)
-    assert len({str(each.message) for each in warned if "descent" in str(each.message)}) == 1
-    with warnings.catch_warnings(record=True) as warned:
-        trained(4)
-    assert [each for each in warned if "descent" in str(each.message)] == []
 
 
 def test_a_plateau_of_held_out_accuracy_is_looked_for_where_it_is_validated(

@@ -52,7 +52,7 @@ from tlt_lightning.ranks.idle_windows import IdleWindows
 from tlt_lightning.ranks.liveness import Liveness
 from tlt_lightning.ranks.reduce import gather_over_ranks
 from tlt_lightning.rewards import RewardFunction, RewardPool, RewardTerm
-from tlt_lightning.rewards.pool import check_seconds
+from tlt_lightning.rewards.pool import Seconds
 from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
 from tlt_lightning.schedules.backlog import Backlog
@@ -156,7 +156,7 @@ class RolloutDataModule(PolicyDataModule):
     def _read_arguments(self) -> None:
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
         check_argument("val_group_size", self.val_group_size, Count)
-        check_seconds("reward_timeout", self.reward_timeout)
+        check_argument("reward_timeout", self.reward_timeout, Seconds)
         check_argument("engine", self.engine, RolloutEngine)
         self._held_out_sampling = self.val_sampling or self.sampling
         for name, given in (("sampling", self.sampling), ("val_sampling", self._held_out_sampling)):

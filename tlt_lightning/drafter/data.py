@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from tlt_lightning.arguments import CountOrZero, checked, text_of
+from tlt_lightning.arguments import Bound, CountOrZero, checked, text_of
 from tlt_lightning.data.formats import RowReader, Text
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
@@ -58,13 +58,11 @@ class DrafterDataModule(L.LightningDataModule):
         split: str = "train",
         config: Annotated[str | None, "Leave it out, or give a text."] = None,
         num_tokens: int = 4096,
-        val_share: float = 0.1,
+        val_share: Annotated[float, Bound(0, 1, excludes=(0, 1))] = 0.1,
         seed: CountOrZero = 0,
     ) -> None:
         super().__init__()
         check_num_tokens(num_tokens)
-        if not 0 < val_share < 1:
-            raise ValueError(f"`val_share` must be between 0 and 1, got {val_share}.")
         given = completions if isinstance(completions, list | tuple) else [completions]
         remedy = "Give a file, a folder or a hub name, or a list of them."
         self.paths = [text_of("completions", path, remedy) for path in given]

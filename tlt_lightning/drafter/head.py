@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor, nn
 
-from tlt_lightning.arguments import Bound, Count, check_argument, text_of
+from tlt_lightning.arguments import Bound, check_argument, text_of
 from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head, HeadSettings
 from tlt_lightning.drafter.architectures.dspark import DSpark
 from tlt_lightning.drafter.architectures.eagle3 import Eagle3
@@ -68,12 +68,8 @@ def choose_settings(
     most = architecture.most_drafts
     num_draft_tokens = most or _NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
     check_argument("num_draft_tokens", num_draft_tokens, Annotated[int, Bound(1, most or inf)])
-    if draft_vocab_size is not None:
-        check_argument("draft_vocab_size", draft_vocab_size, Count)
-        if draft_vocab_size > vocab_size:
-            raise ValueError(
-                f"`draft_vocab_size` must be at most the target's {vocab_size} tokens, got {draft_vocab_size}."
-            )
+    remedy = "The target has no more tokens."
+    check_argument("draft_vocab_size", draft_vocab_size, Annotated[int | None, Bound(1, vocab_size), remedy])
     check_argument("layer_ids", layer_ids, Sequence[int] | None)
     if head is None:
         layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)

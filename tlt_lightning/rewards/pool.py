@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Awaitable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, SupportsFloat
+from threading import TIMEOUT_MAX
+from typing import Annotated, Any, SupportsFloat
 
-from tlt_lightning.arguments import Count, checked
+from tlt_lightning.arguments import Bound, Count, checked
 from tlt_lightning.rewards.term import RewardTerm, as_terms
 
 log = logging.getLogger(__name__)
+
+Seconds = Annotated[float, Bound(0, TIMEOUT_MAX, excludes=(0, TIMEOUT_MAX)), "Give many seconds for no limit."]
+"""A time that a thread can wait."""
 
 MAX_STUCK = 64
 """Threads that may be stuck in calls past their time limit; more end the run, because nothing else can end them."""
@@ -75,8 +78,7 @@ class RewardPool:
     """
 
     @checked()
-    def __init__(self, terms: Sequence[RewardTerm], num_workers: Count = 4, timeout: float = 10.0) -> None:
-        check_seconds("timeout", timeout)
+    def __init__(self, terms: Sequence[RewardTerm], num_workers: Count = 4, timeout: Seconds = 10.0) -> None:
         self.terms = as_terms(terms)
         self.timeout = timeout
         self.stats: dict[str, int] = {}
@@ -219,12 +221,6 @@ class RewardPool:
             *(call.term.name, describe(error), failure_metric(call)),
             *(SHORT.repr(call.prompt), SHORT.repr(call.response)),
         )
-
-
-def check_seconds(name: str, value: float) -> None:
-    """Raise ValueError unless argument `name` is a time that a thread can wait."""
-    if not isinstance(value, Real) or not 0 < value < threading.TIMEOUT_MAX:
-        raise ValueError(f"`{name}` must be a positive number of seconds, got {value!r}; for no limit give many.")
 
 
 def failure_metric(call: Call) -> str:

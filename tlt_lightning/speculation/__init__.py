@@ -1,7 +1,6 @@
 """Choose strategies of speculative decoding, plan CUDA graphs, look drafts up; no torch."""
 
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool as BucketedGraphPool
-from tlt_lightning.speculation.graph_plan import CaptureReport as CaptureReport
 from tlt_lightning.speculation.graph_plan import FullGraph as FullGraph
 from tlt_lightning.speculation.graph_plan import GraphPlan as GraphPlan
 from tlt_lightning.speculation.graph_plan import GraphPool as GraphPool

@@ -46,14 +46,6 @@ class FullGraph:
         return self.num_requests * (1 if self.kind == "drafter_decode" else self.length)
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """Reports MiB and seconds that captured graphs took, by kind or "piecewise"."""
-
-    mib: Mapping[str, float]
-    seconds: Mapping[str, float]
-
-
 @dataclass(frozen=True)
 class GraphPlan:
     """Lists the graphs to capture; any other shape runs without one.
@@ -77,20 +69,23 @@ class GraphPlan:
         index = bisect_left(sizes, num_requests)
         return FullGraph(kind, sizes[index], length) if index < len(sizes) else None
 
-    def table(self, report: CaptureReport) -> str:
-        """Return a Markdown table of graphs by kind, with MiB and seconds where `report` has them."""
+    def table(self, mib: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+        """Return a Markdown table of graphs, with what capturing them took, by kind or "piecewise", as far as known."""
         lines = ["| pass | graphs | largest | MiB | seconds |", "|---|---|---|---|---|"]
+        rows: list[tuple[str, int, str]] = []
         has_drafter = any(graph.kind != "target" for graph in self.graphs)
         for kind in get_args(GraphKind):
             kept = [graph for graph in self.graphs if graph.kind == kind]
             largest = max(kept, key=lambda graph: (graph.num_tokens, graph.length), default=None)
             shape = f"{largest.num_requests} x {largest.length}" if largest else "-"
-            lines.append(_row(kind.replace("_", " "), len(kept), shape, report, kind))
+            rows.append((kind, len(kept), shape))
         num_piecewise = len(self.piecewise) * (2 if has_drafter else 1)
         shape = f"{self.piecewise[-1]} tokens" if self.piecewise else "-"
-        lines.append(_row("piecewise", num_piecewise, shape, report, "piecewise"))
-        mib, seconds = (f"{sum(values.values()):.1f}" if values else "-" for values in (report.mib, report.seconds))
-        lines.append(f"| all | {len(self.graphs) + num_piecewise} |  | {mib} | {seconds} |")
+        rows += [("piecewise", num_piecewise, shape), ("all", len(self.graphs) + num_piecewise, "")]
+        took = [{**each, "all": sum(each.values())} if each else {} for each in (mib, seconds)]
+        for kind, number, shape in rows:
+            costs = [f"{each[kind]:.1f}" if kind in each else "-" for each in took]
+            lines.append(f"| {kind.replace('_', ' ')} | {number} | {shape} | {' | '.join(costs)} |")
         return "\n".join(lines)
 
     @cached_property
@@ -99,11 +94,6 @@ class GraphPlan:
         for graph in sorted(self.graphs, key=lambda graph: graph.num_requests):
             sizes.setdefault((graph.kind, graph.length), []).append(graph.num_requests)
         return sizes
-
-
-def _row(name: str, count: int, largest: str, report: CaptureReport, key: str) -> str:
-    mib, seconds = (f"{values[key]:.1f}" if key in values else "-" for values in (report.mib, report.seconds))
-    return f"| {name} | {count} | {largest} | {mib} | {seconds} |"
 
 
 def arms_by_batch(selector: StrategySelector, max_num_requests: int) -> dict[int, tuple[Strategy, ...]]:

@@ -3,13 +3,11 @@
 from math import cos, isfinite, pi
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.cli import LRSchedulerCallable
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, Share, check_argument, checked
@@ -98,20 +96,3 @@ def with_schedule(
         )
     frequency = validates_every if monitor.startswith("val/") else 1
     return [optimizer], [{"scheduler": scheduler, "interval": "epoch", "frequency": frequency, "monitor": monitor}]
-
-
-def warn_of_rise(scheduler: LRScheduler, trainer: L.Trainer) -> None:
-    """Warn if a scheduler's rate rises again before a run's end."""
-    of_epoch = getattr(trainer.datamodule, "num_steps", None)  # type: ignore[attr-defined]
-    if of_epoch is None or trainer.max_epochs in (None, -1):
-        return
-    num_steps = trainer.max_epochs * of_epoch
-    taken = (
-        f"`max_epochs` {trainer.max_epochs} iterations take {num_steps} optimizer steps, {of_epoch} each (of rollouts "
-        "`data.num_minibatches` * `data.inner_epochs`)"
-    )
-    if isinstance(scheduler, CosineAnnealingLR) and num_steps > scheduler.T_max:
-        rank_zero_warn(
-            f"`lr_scheduler` CosineAnnealingLR ends its descent at step {scheduler.T_max} (`T_max`), and the learning "
-            f"rate rises again: {taken}. Give `T_max={num_steps}`."
-        )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tlt_lightning.arguments import check_argument
 from tlt_lightning.policy import LoRA
 from tlt_lightning.training.followed_metrics import check_followed, validates_by_iteration
-from tlt_lightning.training.lr_schedule import warn_of_rise, with_schedule
+from tlt_lightning.training.lr_schedule import with_schedule
 
 log = logging.getLogger(__name__)
 
@@ -29,26 +29,14 @@ def usual_optimizer(rates: tuple[float, float], lora: LoRA | None) -> Callable[[
     return partial(torch.optim.AdamW, lr=rates[lora is not None], weight_decay=0.0)
 
 
-def build_with(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
-    """Return what `build` makes of parameter groups.
-
-    Raises:
-        ValueError: The optimizer refuses its settings.
-    """
-    try:
-        return build(groups)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`optimizer` cannot be built from the policy's parameters: {error}.") from error
-
-
 def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
     """Return the optimizer that `build` makes.
 
     Raises:
         TypeError: It is none.
-        ValueError: It moves none of the given parameters, or refuses its settings.
+        ValueError: It moves none of the given parameters.
     """
-    optimizer = build_with(build, groups)
+    optimizer = build(groups)
     check_argument("optimizer(parameters)", optimizer, Optimizer)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
@@ -80,7 +68,6 @@ def check_optimization(trainer: L.Trainer) -> None:
                     f"`{who}` looks at the ends of iterations, and this run validates elsewhere: leave "
                     "`val_check_interval` out, and set `Trainer(check_val_every_n_epoch=1)`."
                 )
-        warn_of_rise(scheduler, trainer)
 
 
 def let_step_on_cpu(optimizer: Optimizer) -> None:

@@ -140,10 +140,9 @@ def test_decode_steps_replay_graphs_and_captures_are_reported(engine: VLLMEngine
         script(engine, lambda selector, strategy=strategy: setattr(selector, "script", lambda state: strategy))
         write(engine, siblings())
         assert engine.stats()["speculation/graph_hits"] > 0.8
-    report = graphs.report()
-    assert set(report.seconds) == {"target", "drafter_prefill", "drafter_decode", "piecewise"}
-    assert sum(report.mib.values()) > 0
-    assert "drafter decode" in graphs.plan.table(report)
+    assert set(graphs.seconds) == {"target", "drafter_prefill", "drafter_decode", "piecewise"}
+    assert sum(graphs.mib.values()) > 0
+    assert "drafter decode" in graphs.plan.table(graphs.mib, graphs.seconds)
 
 
 class WithoutSmallFirstPasses(BucketedGraphPool):

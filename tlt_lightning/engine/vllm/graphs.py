@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.patches.patch import replace as replace_attribute
-from tlt_lightning.speculation.graph_plan import CaptureReport, GraphKind, GraphPlan, GraphPool
+from tlt_lightning.speculation.graph_plan import GraphKind, GraphPlan, GraphPool
 from tlt_lightning.speculation.strategy import Strategy
 
 
@@ -145,10 +145,6 @@ class PlannedGraphs:
             self.mib[row] += free - _free_mib()
             self.seconds[row] += time.perf_counter() - started
         manager._capture_descs = descriptors
-
-    def report(self) -> CaptureReport:
-        """Return the cost of capturing."""
-        return CaptureReport(mib=dict(self.mib), seconds=dict(self.seconds))
 
     def num_misses(self) -> int:
         """Return the number of decode passes that no full graph served in this rollout."""

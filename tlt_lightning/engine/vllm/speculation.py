@@ -205,7 +205,7 @@ def install(
         runner.weights = HeadWeights(engine, runner.head, head.tensors, engine_ranks)
     if graphs is not None and graphs.plan is not None:
         graphs.attach(model_runner)
-        log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.report()))
+        log.info("CUDA graphs by plan:\n%s", graphs.plan.table(graphs.mib, graphs.seconds))
     scheduler: Any = internals.live_scheduler(engine)
     assert isinstance(scheduler, AsyncScheduler) == engine.vllm_config.scheduler_config.async_scheduling
     scheduler.speculative_runner = runner

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 
-from tlt_lightning.training.optimization import build_with, fuse_adam, let_step_on_cpu
+from tlt_lightning.training.optimization import fuse_adam, let_step_on_cpu
 
 
 def training_bytes(model: nn.Module, optimizer: OptimizerCallable) -> float:
@@ -40,7 +40,7 @@ def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]
     """Return the group and the states of an optimizer that has moved one matrix, as it would on a GPU."""
     parameter = nn.Parameter(torch.zeros(512, 512))  # some optimizers keep less of matrices
     parameter.grad = torch.ones_like(parameter)
-    optimizer = build_with(build, [{"params": [parameter]}])
+    optimizer = build([{"params": [parameter]}])
     let_step_on_cpu(optimizer)
     fuse_adam(optimizer, parameter.device)
     with torch.compiler.set_stance("force_eager"):  # 8-bit ones would be compiled, for this one step
