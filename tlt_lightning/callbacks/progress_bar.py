@@ -7,7 +7,7 @@ output is not a terminal. All else is printed through `say`, which leaves bars i
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
@@ -52,7 +52,7 @@ class RolloutProgressBar(RolloutCallback):
     def __init__(self, show_completions: CountOrZero = 0, refresh_seconds: Positive = 0.2) -> None:
         self.show_completions = show_completions
         self.refresh_seconds = refresh_seconds
-        self._display: _Display | None = None
+        self._display: _Lines | _RichTask | _TqdmBar | None = None
         self._total = 0
         self._next_update = float("inf")
 
@@ -116,15 +116,7 @@ class RolloutProgressBar(RolloutCallback):
             self._display = None
 
 
-class _Display(Protocol):
-    seconds: float
-
-    def update(self, progress: RolloutProgress) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def _display(trainer: L.Trainer, label: str, total: int, seconds: float) -> _Display:
+def _display(trainer: L.Trainer, label: str, total: int, seconds: float) -> "_Lines | _RichTask | _TqdmBar":
     if not sys.stdout.isatty():
         return _Lines(label)
     bar = trainer.progress_bar_callback

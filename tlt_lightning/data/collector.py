@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tlt_lightning.ranks.idle_windows import IdleWindows
 
 
+@dataclass(eq=False)
 class RolloutCollector:
     """Turns prompts into rewarded rollouts with the policy's current weights.
 
@@ -41,34 +43,25 @@ class RolloutCollector:
             engine says.
         idle: Finds out whether other workers still write; None with a single worker.
         probe: Compares the first responses' log-probs with the policy's; None trusts the engine.
-        peak_memory: Follows an engine that sleeps; None measures nothing.
+        peak_memory: Follows an engine that sleeps.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        stream: RequestStream,
-        weights: WeightSync,
-        tokenizer: PreTrainedTokenizerBase,
-        end_tokens: Collection[int],
-        rewards: RewardPool,
-        log: IterationLog,
-        idle: IdleWindows | None = None,
-        probe: EngineProbe | None = None,
-        peak_memory: PeakMemory | None = None,
-    ) -> None:
-        self.trainer = trainer
-        self.stream, self.engine = stream, stream.engine
-        self.weights = weights
-        self.tokenizer = tokenizer
-        self.rewards = rewards
-        self.log = log
-        self.idle = idle
-        self.probe = probe
-        self.peak_memory = peak_memory or PeakMemory()
+    trainer: L.Trainer
+    stream: RequestStream
+    weights: WeightSync
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: Collection[int]
+    rewards: RewardPool
+    log: IterationLog
+    idle: IdleWindows | None = None
+    probe: EngineProbe | None = None
+    peak_memory: PeakMemory = field(default_factory=PeakMemory)
+
+    def __post_init__(self) -> None:
+        self.engine, tokenizer = self.stream.engine, self.tokenizer
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._has_begun = False
-        self._unseen = {*end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
+        self._unseen = {*self.end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
     def collect(
         self,

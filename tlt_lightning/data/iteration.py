@@ -82,6 +82,7 @@ class IterationStart:
     engine: dict[str, Any]
 
 
+@dataclass(eq=False)
 class PolicyIteration:
     """Makes the minibatches of one policy iteration with the policy's current weights.
 
@@ -97,27 +98,20 @@ class PolicyIteration:
         backlog: Keeps those that the schedule defers.
     """
 
-    def __init__(
-        self,
-        trainer: L.Trainer,
-        module: "RLModule",
-        collector: "RolloutCollector",
-        settings: IterationSettings,
-        cursor: "PromptCursor",
-        history: AnswerHistory,
-        backlog: Backlog,
-    ) -> None:
-        self.trainer = trainer
-        self.module = module
-        self.log = module.iteration_log
-        self.collector = collector
-        self.settings = settings
-        self.cursor, self.history = cursor, history
-        self.backlog = backlog
-        engine = deepcopy(collector.engine.state_dict())
-        self.start = IterationStart(cursor.position, backlog.deferred, history.copy(), engine)
-        self._first_step = trainer.global_step
-        backlog.note_weights(self._first_step, trainer.current_epoch)
+    trainer: L.Trainer
+    module: "RLModule"
+    collector: "RolloutCollector"
+    settings: IterationSettings
+    cursor: "PromptCursor"
+    history: AnswerHistory
+    backlog: Backlog
+
+    def __post_init__(self) -> None:
+        self.log = self.module.iteration_log
+        engine = deepcopy(self.collector.engine.state_dict())
+        self.start = IterationStart(self.cursor.position, self.backlog.deferred, self.history.copy(), engine)
+        self._first_step = self.trainer.global_step
+        self.backlog.note_weights(self._first_step, self.trainer.current_epoch)
 
     @property
     def has_moved(self) -> bool:

@@ -32,14 +32,18 @@ class DrafterCallback(RolloutCallback):
     data: ClassVar[str]
     """The data module whose hook builds the drafter."""
 
+    training: DrafterTrainer
+    """Trainer of the drafter, from `setup` on."""
+
+    publisher: DrafterPublisher
+    """Keeper of the published weights, which decides on new ones, from `setup` on."""
+
     def __init__(self, drafter: DrafterModule, pack_tokens: int, buffer_gib: float, dirpath: str | None) -> None:
         check_num_tokens(pack_tokens, "pack_tokens")
         self.drafter = drafter
         self.buffer = DrafterBuffer(int(buffer_gib * 2**30))
         self.pack_tokens = pack_tokens
         self.dirpath = None if dirpath is None else Path(text_of("dirpath", dirpath, "Give a folder."))
-        self._trainer: DrafterTrainer | None = None
-        self._publisher: DrafterPublisher | None = None
 
     def count_memory(self, pl_module: Any) -> None:
         """Tell the forecast of memory what training the drafter, which is built, will take."""
@@ -49,15 +53,15 @@ class DrafterCallback(RolloutCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.drafter.head is None:
             raise MisconfigurationException(f"`{type(self).__name__}` needs a `{self.data}`.")
-        if self._trainer is None:
-            self._trainer = DrafterTrainer(
+        if not hasattr(self, "training"):
+            self.training = DrafterTrainer(
                 self.drafter,
                 self.buffer,
                 pack_tokens=self.pack_tokens,
                 device=trainer.strategy.root_device,
                 num_workers=trainer.world_size,
             )
-            self._publisher = DrafterPublisher(self._trainer, self.expected_speedup)
+            self.publisher = DrafterPublisher(self.training, self.expected_speedup)
         self.training.sum_over_ranks = partial(sum_over_ranks, trainer)
         if begins_run(trainer):
             self.publisher.forget_policy()
@@ -90,7 +94,7 @@ class DrafterCallback(RolloutCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._trainer is None:
+        if not hasattr(self, "training"):
             return {}
         return {
             "trainer": self.training.state_dict(),
@@ -117,15 +121,3 @@ class DrafterCallback(RolloutCallback):
         if state := checkpoint["callbacks"].get(self.state_key):
             own = checkpoint[OWN][self.state_key]
             checkpoint["callbacks"][self.state_key] = from_checkpoint(state, own, trainer.global_rank)
-
-    @property
-    def training(self) -> DrafterTrainer:
-        """Trainer of the drafter."""
-        assert self._trainer is not None, "used before `setup`"
-        return self._trainer
-
-    @property
-    def publisher(self) -> DrafterPublisher:
-        """Keeper of the published weights, which decides on new ones."""
-        assert self._publisher is not None, "used before `setup`"
-        return self._publisher

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from tlt_lightning.rollout import Request, Response
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand, RolloutSchedule, SynchronousSchedule
 from tlt_lightning.seeds import run_seed, seed_of
 
 
+@dataclass(eq=False)
 class RolloutUnderWay:
     """Follows a rollout until its schedule has enough.
 
@@ -24,16 +25,14 @@ class RolloutUnderWay:
         earlier: Earlier answers by prompt, to draft from.
     """
 
-    def __init__(
-        self,
-        schedule: RolloutSchedule,
-        demand: RolloutDemand,
-        groups: Sequence[PendingGroup],
-        group_size: int,
-        earlier: Mapping[int, Sequence[Sequence[int]]] | None = None,
-    ) -> None:
-        self.schedule, self.demand, self.groups, self.group_size = schedule, demand, groups, group_size
-        self.earlier = earlier or {}
+    schedule: RolloutSchedule
+    demand: RolloutDemand
+    groups: Sequence[PendingGroup]
+    group_size: int
+    earlier: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        groups = self.groups
         self._places = {group.draw: place for place, group in enumerate(groups)}
         self.responses = {
             number: replace(response, request_id=number)

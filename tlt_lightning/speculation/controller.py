@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ class StepResult:
     is_decode: bool
 
 
+@dataclass(eq=False)
 class StrategyController:
     """Asks the selector for the strategy of each step and reports the step's outcome to it.
 
@@ -72,24 +73,16 @@ class StrategyController:
         compute_dtype: Type that the engine computes in; what a selector learned of steps in another is not restored.
     """
 
-    def __init__(
-        self,
-        selector: StrategySelector,
-        *,
-        steps_per_choice: int = 2,
-        lookups: LookupDrafter | None = None,
-        alarm: AcceptanceAlarm | None = None,
-        is_cold: bool = False,
-        engine_ranks: EngineRanks = ALONE,
-        compute_dtype: str = "bfloat16",
-    ) -> None:
-        self.selector = selector
-        self.steps_per_choice = steps_per_choice
-        self.lookups = lookups
-        self.alarm = alarm or AcceptanceAlarm()
-        self.is_cold = is_cold
-        self.engine_ranks = engine_ranks
-        self.compute_dtype = compute_dtype
+    selector: StrategySelector
+    _: KW_ONLY
+    steps_per_choice: int = 2
+    lookups: LookupDrafter | None = None
+    alarm: AcceptanceAlarm = field(default_factory=AcceptanceAlarm)
+    is_cold: bool = False
+    engine_ranks: EngineRanks = ALONE
+    compute_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
         self.drafter_version = -1
         self.counters = SpeculationCounters()
         self.strategy = OFF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@dataclass(frozen=True, eq=False)
 class StateReader:
     """Reads texts with their states from a target.
 
@@ -26,10 +28,9 @@ class StateReader:
         max_tokens: Most tokens, with padding, of a pass over several texts.
     """
 
-    def __init__(self, target: PreTrainedModel, layer_ids: Sequence[int], max_tokens: int) -> None:
-        self.target = target
-        self.layer_ids = layer_ids
-        self.max_tokens = max_tokens
+    target: PreTrainedModel
+    layer_ids: Sequence[int]
+    max_tokens: int
 
     @torch.no_grad()
     def read(self, texts: Sequence[Text]) -> list[PolicyText]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tlt_lightning.data.formats import Text
 from tlt_lightning.drafter.packing import PackedBatch, Piece, fill_pack, num_entries
@@ -11,6 +12,7 @@ from tlt_lightning.drafter.texts.states import StateReader
 from tlt_lightning.hidden_states import PolicyText
 
 
+@dataclass(eq=False)
 class PackStream:
     """Yields the packs of one epoch on this rank, each computed when it is asked for.
 
@@ -28,26 +30,22 @@ class PackStream:
             the texts in their order.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[Text],
-        reader: StateReader,
-        num_tokens: int,
-        rank: int,
-        num_ranks: int,
-        begin_epoch: Callable[[], tuple[str, int]] | None = None,
-    ) -> None:
-        self.texts, self.reader, self.num_tokens = texts, reader, num_tokens
-        self.lengths = [len(text.ids) for text in texts]
-        self.rank, self.num_ranks = rank, num_ranks
-        self.begin_epoch = begin_epoch
-        num_packs = -(-sum(map(num_entries, self.lengths)) // num_tokens)
-        self._num_packs = num_packs // num_ranks
+    texts: Sequence[Text]
+    reader: StateReader
+    num_tokens: int
+    rank: int
+    num_ranks: int
+    begin_epoch: Callable[[], tuple[str, int]] | None = None
+
+    def __post_init__(self) -> None:
+        self.lengths = [len(text.ids) for text in self.texts]
+        num_packs = -(-sum(map(num_entries, self.lengths)) // self.num_tokens)
+        self._num_packs = num_packs // self.num_ranks
         if not self._num_packs:
             raise ValueError(
-                f"`completions` to {'learn from' if begin_epoch else 'hold out'} fill {num_packs} packs of "
-                f"`num_tokens` {num_tokens}, fewer than there are ranks ({num_ranks}); give more, or shorter packs, or "
-                "change `val_share`."
+                f"`completions` to {'learn from' if self.begin_epoch else 'hold out'} fill {num_packs} packs of "
+                f"`num_tokens` {self.num_tokens}, fewer than there are ranks ({self.num_ranks}); give more, or shorter "
+                "packs, or change `val_share`."
             )
 
     def __len__(self) -> int:
