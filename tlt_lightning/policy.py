@@ -19,7 +19,6 @@ from tlt_lightning.arguments import Count, checked
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear, joined, rows_per_chunk
-from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.model_files import load_whole
 from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.packed_pass import Pack, can_pack, note_if_packable, packed_states, register_varlen
@@ -120,7 +119,6 @@ def load_policy(
     )
     _switch_dropout_off(model)
     fuse_layers(model)
-    fuse_rotary(model)
     model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
     _check_head(model, path, argument)
     if not note_if_packable(model.base_model):
@@ -417,7 +415,6 @@ def load_shapes(path: str, lora: LoRA | None = None, *, is_half: bool = False) -
             config, dtype=_dtype_of(lora, is_half), attn_implementation=register_varlen()
         )
         fuse_layers(model)
-        fuse_rotary(model)
         return with_adapters(model, lora)
 
 

@@ -41,7 +41,6 @@ from tlt_lightning import policy as package
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear
-from tlt_lightning.fused.rotary import fuse_rotary
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
 from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
 from tlt_lightning.rollout import RolloutBatch
@@ -104,7 +103,6 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "packed, nothing fused": take_apart,
     "packed, and adapters": fuse_adapters,
     "packed, and norms and activations": fuse_layers,
-    "packed, and rotary embeddings": fuse_rotary,
     "packed, and log-probs": fuse_logps,
     "packed, and a frozen head: the package": fuse_head,
 }
@@ -148,7 +146,6 @@ def measure_sharded(args: argparse.Namespace) -> list[dict[str, Any]]:
         half = torch.float32 if args.tiny else torch.bfloat16
         model = AutoModelForCausalLM.from_config(config, dtype=half, attn_implementation=register_varlen())
     fuse_layers(model)
-    fuse_rotary(model)
     setattr(model.base_model, IS_PACKABLE, True)
     model.train()
     mesh = torch.distributed.init_device_mesh(
@@ -248,7 +245,6 @@ def main(arguments: Sequence[str]) -> None:
         dtype = torch.float32 if lora is None else getattr(torch, lora.base_dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=register_varlen())
     fuse_layers(model)
-    fuse_rotary(model)
     model = with_adapters(model, lora).to(device).train()  # type: ignore[arg-type]
     batch = draw_batch(*((12, 20, 96) if args.tiny else (128, 139, 4116)), device)
     title = f"{'tiny' if args.tiny else args.shape} shape, {f'all weights, {build.__name__}' if args.full else 'LoRA'}"

@@ -50,7 +50,6 @@ def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_hidden_layers=2, **shape))
     model = update.with_adapters(model, update.LoRA(rank=2))
     update.fuse_layers(model)
-    update.fuse_rotary(model)
 
     def fused() -> set[str]:
         names = {type(layer).__name__ for layer in model.modules() if "forward" in vars(layer)}
@@ -63,7 +62,7 @@ def test_a_model_that_is_taken_apart_is_pefts_and_transformers_own_and_each_way_
     for prepare in update.WAYS.values():
         prepare(model)
         found.append(fused())
-    adapters, layers, rotary = {"Linear"}, {"Qwen2RMSNorm", "Qwen2MLP"}, {"Qwen2Attention"}
-    pieces, whole = [adapters, layers, rotary, {"chosen_logps"}, {"is_frozen_linear"}], set()
+    adapters, layers = {"Linear"}, {"Qwen2RMSNorm", "Qwen2MLP"}
+    pieces, whole = [adapters, layers, {"chosen_logps"}, {"is_frozen_linear"}], set()
     steps = [whole := whole | piece for piece in pieces]
     assert found == [whole, set(), *steps]

@@ -21,7 +21,6 @@ from tlt_lightning.drafter.architectures.training_time_test import unroll
 from tlt_lightning.drafter.chunked_loss import Predictions
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.fused.layers import fuse_layers
-from tlt_lightning.fused.rotary import fuse_rotary
 
 if TYPE_CHECKING:
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -82,5 +81,4 @@ def _empty_head(settings: HeadSettings, layer_config: Any, norm_before_residual:
     )
     head = Eagle3DraftModel(config)
     fuse_layers(head)
-    fuse_rotary(head)
     return head
