@@ -12,11 +12,10 @@ from tests.support.scripted_engine import ScriptedEngine
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
 from tlt_lightning.engine import TransformersEngine
-from tlt_lightning.environments.conversation import Conversation
+from tlt_lightning.environments.conversation import Conversation, Trajectory
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.environments.tool_calls import ToolCall
-from tlt_lightning.environments.trajectory import Trajectory
 from tlt_lightning.environments.turn import Turn
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers

@@ -19,8 +19,8 @@ from tests.support.scripted_engine import ScriptedEngine
 from tlt_lightning import PromptSource, Sampling, TurnLimits, VerifiersEnvironment
 from tlt_lightning.data.streams.conversations import ConversationStream
 from tlt_lightning.environments import verifiers
+from tlt_lightning.environments.conversation import Trajectory
 from tlt_lightning.environments.environments import Environments
-from tlt_lightning.environments.trajectory import Trajectory
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rollout import Prompt, Request, Response

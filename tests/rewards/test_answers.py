@@ -131,10 +131,10 @@ def test_format_refuses_a_broken_pattern() -> None:
 
 @pytest.mark.parametrize("answer", [{"ground_truth": "4", "style": "rule"}, ["4", "four"]])
 def test_an_answer_with_parts_is_no_text_to_compare_with(answer: object) -> None:
-    with pytest.raises(ValueError, match=r"which is a (dict|list) here.*write a reward that reads `row` itself"):
+    with pytest.raises(ValueError, match=r"which is [{\[].* here; .*write a reward that reads `row` itself"):
         exact_match("", "4", {"answer": answer})
 
 
 def test_a_row_without_an_answer_names_the_argument_and_the_columns_that_the_data_has() -> None:
-    with pytest.raises(ValueError, match=r"is None here; fill it in, or set `answer_column` .*: level, solution\."):
+    with pytest.raises(ValueError, match=r"is None here; fill it in, .* set `answer_column` .*: level, solution\."):
         exact_match("", "4", {"solution": "4", "level": 1, "answer": None})

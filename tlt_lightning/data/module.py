@@ -38,7 +38,8 @@ from tlt_lightning.data.prompts import (
     load_prompts,
     turns_of,
 )
-from tlt_lightning.data.streams.conversations import check_conversations, stream_of
+from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
+from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.usual import usual_engine
@@ -210,7 +211,9 @@ class RolloutDataModule(PolicyDataModule):
     def _make_parts(self) -> None:
         """Make what a rollout needs besides the engine."""
         tell = partial(call_rollout_hook, self._trainer, "on_rollout_progress")
-        self._stream = stream_of(self.engine, self._environments, self.turns, tell)
+        self._stream = RequestStream(self.engine, tell)
+        if self._environments is not None:
+            self._stream = ConversationStream(self.engine, self._environments, self.turns, tell)
         self._weights, self._probe = WeightSync(self.engine), EngineProbe()
         self.pool = RewardPool(self.rewards, timeout=self.reward_timeout)
         self.liveness = Liveness(self._trainer)

@@ -307,18 +307,19 @@ def first_prompts(prompts: list[T], kept: float) -> list[T]:
     return prompts[:number]
 
 
+@dataclass(slots=True)
 class PromptCursor:
     """Orders prompts: shuffled anew each pass, the same for every number of ranks.
 
     Args:
         num_prompts: How many there are.
         seed: Makes the order reproducible.
+        position: Prompts handed out since the start, over all ranks.
     """
 
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        self.num_prompts = num_prompts
-        self.seed = seed
-        self.position = 0  # prompts handed out since the start, over all ranks
+    num_prompts: int
+    seed: int
+    position: int = 0
 
     def peek(self, count: int) -> list[int]:
         """Return the next `count` prompts; whoever takes them moves `position` on."""

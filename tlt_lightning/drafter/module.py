@@ -18,15 +18,14 @@ from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.architectures.base import DraftArchitecture, Drafting, Head
 from tlt_lightning.drafter.architectures.eagle3 import Eagle3
-from tlt_lightning.drafter.architectures.training_time_test import step_masks
+from tlt_lightning.drafter.architectures.training_time_test import shifted, step_masks
 from tlt_lightning.drafter.export import keep_earlier, write_head
-from tlt_lightning.drafter.measuring import measure_pack
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch
-from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, quality_of
+from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
 from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, vocabulary_of, with_ends
+from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
@@ -242,16 +241,31 @@ class DrafterModule(L.LightningModule):
 
     # Measuring
 
+    @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Tensor:
-        """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU."""
-        return measure_pack(
-            self.architecture,
-            self._built,
-            batch,
-            num_draft_tokens=self.num_draft_tokens,
-            rule=self.acceptance,
-            loss=self.loss_spec,
-        )
+        """Return each document's sums for `quality_of`: (documents, 6, K) on the CPU.
+
+        The sums add up over documents, packs and ranks. Acceptance is expected over the text as the target wrote it;
+        text of an older policy measures acceptance by that one.
+        """
+        head = self._built
+        masks = step_masks(batch, self.num_draft_tokens, head.t2d)
+        weights = masks.float()
+        rates, matches = torch.zeros_like(weights), torch.zeros_like(weights)
+        written = draft_ids(head, batch.next_ids[0])
+
+        def judge(step: int, rows: Any, logits: Tensor, targets: Tensor) -> None:
+            tokens = shifted(written, step)[rows]
+            rates[step, rows], matches[step, rows] = self.acceptance.judge(logits, targets, tokens)
+
+        terms = chunked_loss.terms_of(self.loss_spec, batch.states)
+        predictions, _ = self.architecture.predict(head, batch, Drafting(terms, weights, judge=judge))
+        steps = expect_acceptance(rates, matches, batch.lengths, batch.loss_mask[0])
+        sums = torch.stack([predictions.top1 & masks, predictions.top3 & masks, predictions.losses * weights, masks])
+        by_document = torch.zeros(len(batch.lengths), *sums.shape[:2], dtype=torch.float64)
+        documents = batch.document_ids[0].clamp(min=0).cpu()  # nothing counts in padding
+        by_document.index_add_(0, documents, sums.double().cpu().movedim(-1, 0))
+        return torch.cat([steps, by_document], 1)
 
     @override
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:

@@ -1,18 +1,20 @@
-"""Hold one conversation of the policy with an environment."""
+"""Hold one conversation of the policy with an environment, and what an engine has of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.tool_calls import ToolCall
 from tlt_lightning.environments.turn import Turn
-from tlt_lightning.environments.turns import Message
+from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.environments.workers import Late
 from tlt_lightning.rewards.pool import as_score, describe
+from tlt_lightning.rollout import Prompt, Request, Response
 
 Call = Callable[..., Coroutine[Any, Any, Any]]
 """Awaits a method of the environment, with its arguments."""
@@ -90,6 +92,31 @@ def _text(method: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"`{method}` returned {value!r:.200}, which is neither text nor None")
     return value
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """Holds a conversation and its part in the engine.
+
+    Args:
+        talk: The conversation.
+        request: What was asked of the engine.
+        prompt: The prompt, behind which an environment may have put something.
+        limit: Most tokens of the response.
+        turns: Writes its messages.
+        response: All that was written and observed; None before the first turn has ended.
+        is_aside: True while it is stopped.
+        held: What its environment has answered since.
+    """
+
+    talk: Conversation
+    request: Request
+    prompt: Prompt
+    limit: int
+    turns: Turns
+    response: Response | None = None
+    is_aside: bool = False
+    held: tuple[str, Any] | None = None
 
 
 def check_some_held(talks: Sequence[Conversation]) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -69,6 +69,7 @@ class TrainingCosts:
     judged_token: float
 
 
+@dataclass(eq=False)
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
 
@@ -83,24 +84,18 @@ class DrafterTrainer:
         sum_over_ranks: Returns the sum of all workers' tensors, on the device of this one's; a collective.
     """
 
-    def __init__(
-        self,
-        drafter: DrafterModule,
-        buffer: DrafterBuffer,
-        *,
-        pack_tokens: int,
-        device: torch.device,
-        num_workers: int = 1,
-        sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own,
-    ) -> None:
-        self.drafter = drafter.to(device)
-        self._is_mixed = device.type == "cuda"
-        drafter.compute_on(device, is_mixed=self._is_mixed)
-        self.buffer = buffer
-        self.pack_tokens = pack_tokens
-        """Tokens of a pack."""
-        self.device = device
-        self.num_workers, self.sum_over_ranks = num_workers, sum_over_ranks
+    drafter: DrafterModule
+    buffer: DrafterBuffer
+    _: KW_ONLY
+    pack_tokens: int
+    device: torch.device
+    num_workers: int = 1
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own
+
+    def __post_init__(self) -> None:
+        self._is_mixed = self.device.type == "cuda"
+        self.drafter.to(self.device)
+        self.drafter.compute_on(self.device, is_mixed=self._is_mixed)
         self.seen_version = -1
         """Newest policy version whose hidden states were trained on; -1 for none."""
         self.num_pending = 0
@@ -108,7 +103,7 @@ class DrafterTrainer:
         self._num_own, self._num_moved = 0, 0  # micro-steps not averaged yet, and those that were not left out
         self.num_seen = 0
         """Tokens trained on since `begin`."""
-        self._draft_length = CURRICULUM.first_drafts if drafter.head_path is None else None
+        self._draft_length = CURRICULUM.first_drafts if self.drafter.head_path is None else None
         self._generator = torch.Generator()
         self._packs: Iterator[MakePack] = iter(())
         self._ahead: tuple[MakePack, PackedBatch] | None = None  # made while the device was at work

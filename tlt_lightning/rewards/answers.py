@@ -10,15 +10,11 @@ def expected_answer(row: dict[str, Any]) -> str:
     answer = row.get("answer")
     if isinstance(answer, float) and answer.is_integer():  # a column of whole numbers with a gap becomes one of floats
         answer = int(answer)
-    if answer is None or answer != answer or not str(answer).strip():
+    if isinstance(answer, dict | list) or answer is None or answer != answer or not str(answer).strip():
         raise ValueError(
-            f"This reward compares with `row['answer']`, which is {answer!r} here; fill it in, or set `answer_column` "
-            f"to another of the row's columns: {', '.join(sorted(row.keys() - {'answer'})) or 'there is none'}."
-        )
-    if isinstance(answer, (dict, list)):
-        raise ValueError(
-            f"This reward compares with `row['answer']`, which is a {type(answer).__name__} here, {answer!r}, not text "
-            "or a number; set `answer_column` to another, or write a reward that reads `row` itself."
+            f"This reward compares with the text or number `row['answer']`, which is {answer!r} here; fill it in, "
+            "write a reward that reads `row` itself, or set `answer_column` to another of the row's columns: "
+            f"{', '.join(sorted(row.keys() - {'answer'})) or 'there is none'}."
         )
     return str(answer).strip()
 

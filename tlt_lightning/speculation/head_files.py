@@ -123,12 +123,14 @@ def _readable(path: str) -> Iterator[None]:
 
 def check_head(head: HeadShape, policy: str) -> None:
     """Raise ValueError, naming both, unless the head can draft for the policy."""
-    config = policy_shape(policy)
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
     faults = []
-    if head.vocab_size != config["vocab_size"]:
-        faults.append(f"vocabulary of {head.vocab_size} tokens against {config['vocab_size']}")
-    if head.target_hidden_size != config["hidden_size"]:
-        faults.append(f"hidden states of width {head.target_hidden_size} against {config['hidden_size']}")
+    if head.vocab_size != config.vocab_size:
+        faults.append(f"vocabulary of {head.vocab_size} tokens against {config.vocab_size}")
+    if head.target_hidden_size != config.hidden_size:
+        faults.append(f"hidden states of width {head.target_hidden_size} against {config.hidden_size}")
     if head.draft_vocab_size > head.vocab_size:
         faults.append(f"draft vocabulary of {head.draft_vocab_size} tokens, more than the {head.vocab_size} there are")
     if not head.tensors:
@@ -143,7 +145,7 @@ def check_head(head: HeadShape, policy: str) -> None:
         faults.append(f"its files hold NaN or infinite numbers, in {', '.join(broken)}")
     if biases := sorted(name for name in head.tensors if name.endswith(".bias")):
         faults.append(f"biases, which `update_drafter` does not know: {', '.join(biases)}")
-    layers = config["num_hidden_layers"]
+    layers = config.num_hidden_layers
     wanted = head.layer_ids or default_layer_ids(layers)
     if any(not 0 <= index <= layers for index in wanted) or len(set(wanted)) != len(wanted):
         faults.append(f"reads layers {list(wanted)}, of which the policy has {layers} (ids must be distinct)")
@@ -162,14 +164,6 @@ def canonical_name(name: str) -> str:
 def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
     """Return the layers that vLLM takes for an EAGLE-3 head that names none."""
     return (2, num_layers // 2, num_layers - 3)
-
-
-def policy_shape(policy: str) -> dict[str, int]:
-    """Return the sizes that a head must fit, from the config at path or hub name `policy`."""
-    from transformers import AutoConfig
-
-    config: Any = AutoConfig.from_pretrained(policy).get_text_config()
-    return {name: int(getattr(config, name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
 
 
 def weight_files(path: str) -> list[Path]:

@@ -15,11 +15,10 @@ from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.engine.base import OnProgress, RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import not_begun
-from tlt_lightning.environments.conversation import Conversation
+from tlt_lightning.environments.conversation import Conversation, Trajectory
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.environments.tool_calls import read_calls
-from tlt_lightning.environments.trajectory import Trajectory
 from tlt_lightning.environments.turn import Turn
 from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers
@@ -285,15 +284,6 @@ class ConversationStream(RequestStream):
             "counted, in `environment/failures`. Row: %s.",
             *(self.environments.name, describe(error), SHORT.repr(trajectory.prompt.row)),
         )
-
-
-def stream_of(
-    engine: RolloutEngine, environments: Environments | None, limits: TurnLimits, tell: OnProgress
-) -> RequestStream:
-    """Return what asks an engine for responses, or for conversations where there are environments."""
-    if environments is None:
-        return RequestStream(engine, tell)
-    return ConversationStream(engine, environments, limits, tell)
 
 
 def check_conversations(environments: Environments | None, engine: RolloutEngine, sampling: Sampling) -> None:

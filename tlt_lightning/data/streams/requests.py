@@ -9,7 +9,7 @@ from time import perf_counter
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine.base import OnProgress, RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import expected
-from tlt_lightning.environments.trajectory import Trajectory
+from tlt_lightning.environments.conversation import Trajectory
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 

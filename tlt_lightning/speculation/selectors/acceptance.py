@@ -64,12 +64,12 @@ class AcceptanceEstimator:
     def fade(self) -> None:
         """Let a step pass in which nothing was tried."""
         self._counts = [count * self.keep for count in self._counts]
-        self._forget_spreads()
+        self._cache.clear()
 
     def doubt(self) -> None:
         """Keep the estimates but know them as little as the prior: the drafter has changed."""
         self._counts = [0.0] * len(self._counts)
-        self._forget_spreads()
+        self._cache.clear()
 
     def expect(self, accepted: Sequence[float]) -> None:
         """Take over what was measured: how often the k-th draft and all before it are accepted."""
@@ -77,13 +77,6 @@ class AcceptanceEstimator:
             self._means[index] = now / before if before else 0.0
             self._seen[index] = max(self._seen[index], 10 * PRIOR_STRENGTH)
         self._cache.clear()
-
-    def _forget_spreads(self) -> None:
-        """Drop the tables that depend on counts: all but that of the bare means."""
-        means = self._cache.get(0.0)
-        self._cache.clear()
-        if means is not None:
-            self._cache[0.0] = means
 
     def probability(self, position: int, spread: float = 0.0) -> float:
         """Return the chance at `position` (from 1) plus `spread` standard deviations, at most 1."""

@@ -83,7 +83,6 @@ class CostModelSelector(StrategySelector):
         catch_up_seconds: Annotated[float, Bound(0)] = 0.01,
     ) -> None:
         self._all_arms = make_arms(num_draft_tokens, drafters)
-        self._arms_up_to: dict[int, tuple[Strategy, ...]] = {}
         self.max_batch_tokens = max_batch_tokens
         self.exploration = exploration
         self.margin = margin
@@ -104,9 +103,7 @@ class CostModelSelector(StrategySelector):
     @override
     def arms(self, batch_size: int) -> tuple[Strategy, ...]:
         longest = max(self.max_batch_tokens // max(batch_size, 1) - 1, 0)
-        if longest not in self._arms_up_to:
-            self._arms_up_to[longest] = tuple(arm for arm in self._all_arms if arm.num_draft_tokens <= longest)
-        return self._arms_up_to[longest]
+        return tuple(arm for arm in self._all_arms if arm.num_draft_tokens <= longest)
 
     @property
     @override

@@ -52,14 +52,10 @@ class MemoryForecast:
         """Bytes during a rollout, at which neither gradients nor activations are held."""
         return sum(size for name, size in self.held.items() if name != "gradients") + sum(self.engine.values())
 
-    @property
-    def parts(self) -> dict[str, float]:
-        """Bytes of everything that is held at some time, by name."""
-        return {**self.held, **self.activations, "optimizer step": self.step, **self.engine}
-
     def table(self) -> str:
         """Return a Markdown table of GiB."""
-        rows = self.parts | {"**update, at its worst**": self.update, "**rollout**": self.rollout}
+        rows = {**self.held, **self.activations, "optimizer step": self.step, **self.engine}
+        rows |= {"**update, at its worst**": self.update, "**rollout**": self.rollout}
         lines = [f"| {name} | {size / GIB:.2f} |" for name, size in rows.items()]
         return "\n".join(["| device memory | GiB |", "|---|---|", *lines])
 
