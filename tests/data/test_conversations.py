@@ -15,8 +15,7 @@ from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.environments.conversation import Conversation, Trajectory
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
-from tlt_lightning.environments.tool_calls import ToolCall
-from tlt_lightning.environments.turn import Turn
+from tlt_lightning.environments.turn import ToolCall, Turn
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers
 from tlt_lightning.policy import load_tokenizer

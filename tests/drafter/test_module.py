@@ -20,6 +20,7 @@ from tests.support.drafters.draft_texts import (
     read_by_target,
 )
 from tests.support.drafters.eagle_head import make_head, save_head
+from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.architectures.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.head import choose_settings
 from tlt_lightning.drafter.module import DrafterModule
@@ -182,8 +183,8 @@ def test_every_token_that_ends_a_text_is_drafted(policy_path: str, tmp_path: Pat
 @pytest.mark.parametrize(("vocab_size", "expected"), [(64_000, 64_000), (64_001, 32_000), (152_064, 32_000)])
 def test_a_new_head_drafts_32_000_of_many_tokens(vocab_size: int, expected: int) -> None:
     config: Any = SimpleNamespace(num_hidden_layers=4, vocab_size=vocab_size)
-    assert choose_settings("target", config, None, None, None, 3).draft_vocab_size == expected
-    assert choose_settings("target", config, None, None, vocab_size, 3).draft_vocab_size == vocab_size
+    assert choose_settings(Eagle3(), "target", config, None, None, None, 3).draft_vocab_size == expected
+    assert choose_settings(Eagle3(), "target", config, None, None, vocab_size, 3).draft_vocab_size == vocab_size
 
 
 def test_tokens_are_counted_without_padding() -> None:

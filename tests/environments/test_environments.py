@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tlt_lightning.environments.environments import Environments
-from tlt_lightning.environments.tool_calls import ToolCall, read_calls
+from tlt_lightning.environments.turn import ToolCall, read_calls
 
 NO_TEMPLATE: Any = object()  # a tokenizer that does not read responses
 

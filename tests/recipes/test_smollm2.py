@@ -16,7 +16,7 @@ from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.data.prompts import PromptSource, turns_of
 from tlt_lightning.data.texts import AnsweredRows
 from tlt_lightning.environments.environments import Environments
-from tlt_lightning.environments.tool_calls import read_calls
+from tlt_lightning.environments.turn import read_calls
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.recipes.environments import Calculator
 

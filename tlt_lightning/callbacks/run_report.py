@@ -86,7 +86,6 @@ class RunReport(RolloutCallback):
         self._timeline = RolloutTimeline()
         self._completions: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {}
-        self._num_unwritten = 0
         self._is_first_write = True  # of a run that does not go on from another
         self._earlier_seconds = 0.0
 
@@ -198,7 +197,7 @@ class RunReport(RolloutCallback):
             set_aside(self.dirpath, [path for path in paths if path.is_file()], "the report")
 
     def _write_page(self, trainer: L.Trainer, state: str) -> None:
-        """Write the page, and count it if that fails."""
+        """Write the page in the place of the one before."""
         data = {
             "title": self.dirpath.absolute().name,
             "state": state,
@@ -211,8 +210,7 @@ class RunReport(RolloutCallback):
             "metrics": columns(self._shown),
             "details": self.details,
         }
-        if not self._replace(self.dirpath / "report.html", page(data)):
-            self._num_unwritten += 1
+        self._replace(self.dirpath / "report.html", page(data))
 
     def _replace(self, target: Path, text: str) -> bool:
         """Replace a file in one go; one that cannot be written is no reason to end a run. Return True if it could."""
@@ -222,8 +220,7 @@ class RunReport(RolloutCallback):
             part_of(target).write_bytes(text.encode("utf-8", "replace"))  # a lone surrogate has no bytes
             os.replace(part_of(target), target)
         except OSError as error:
-            if not self._num_unwritten:
-                log.warning("%s cannot be written: %s", target, error)
+            log.warning("%s cannot be written, what it shows may be old: %s", target, error)
             with suppress(OSError):
                 part_of(target).unlink()
             return False
@@ -244,8 +241,6 @@ class RunReport(RolloutCallback):
         if self.history:
             self._write_page(trainer, "finished" if exception is None else f"interrupted by {type(exception).__name__}")
             lines += [f"  report      {path}" for path in [self.dirpath / "report.html"] if path.is_file()]
-        if self._num_unwritten:
-            lines += [f"  the report could not be written {self._num_unwritten} times: what it shows may be old"]
         if checkpoints:
             path = shlex.quote(checkpoints[-1])
             lines += [

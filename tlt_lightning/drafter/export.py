@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tlt_lightning.drafter.architectures.base import Head
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality
-from tlt_lightning.guard.files import set_aside
 
 log = logging.getLogger(__name__)
 
 _README = Path(__file__).with_name("head_readme.md").read_text()
+
+FILES = ("model.safetensors", "config.json", "config.py", "README.md")
+"""What `write_head` leaves in a directory."""
 
 _TABLE = """On {num_steps} engine steps of held-out text of its target, retraced with {rule}:
 **{length:.2f} tokens per step** with {num_draft_tokens} drafted (1 without drafting, {best} at best).
@@ -53,12 +55,6 @@ def write_head(
     (folder / "README.md").write_text(_readme(head, quality, rule))
     log.info("Wrote the drafter to %s", folder)
     return folder
-
-
-def keep_earlier(path: str | Path) -> None:
-    """Set aside the head that an earlier run has left in directory `path`."""
-    files = ("model.safetensors", "config.json", "config.py", "README.md")
-    set_aside(Path(path), [Path(path) / name for name in files], "the drafter")
 
 
 def _readme(head: Head, quality: DraftQuality | None, rule: AcceptanceRule) -> str:

@@ -19,7 +19,7 @@ from tlt_lightning.drafter import head as heads
 from tlt_lightning.drafter.architectures.base import DraftArchitecture, Drafting, Head
 from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.architectures.training_time_test import shifted, step_masks
-from tlt_lightning.drafter.export import keep_earlier, write_head
+from tlt_lightning.drafter.export import FILES, write_head
 from tlt_lightning.drafter.muon import MuonWithAuxAdam
 from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
@@ -27,6 +27,7 @@ from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
+from tlt_lightning.guard.files import set_aside
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.lr_schedule import with_schedule
@@ -327,7 +328,7 @@ class DrafterModule(L.LightningModule):
     @override
     def on_fit_end(self) -> None:
         if self.export_dir is not None and self.trainer.is_global_zero:
-            keep_earlier(self.export_dir)
+            set_aside(folder := Path(self.export_dir), [folder / name for name in FILES], "the drafter")
             self.export(self.export_dir, self.quality)
 
     @override

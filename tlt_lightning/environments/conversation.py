@@ -9,8 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from tlt_lightning.environments.environments import Environments
-from tlt_lightning.environments.tool_calls import ToolCall
-from tlt_lightning.environments.turn import Turn
+from tlt_lightning.environments.turn import ToolCall, Turn
 from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.environments.workers import Late
 from tlt_lightning.rewards.pool import as_score, describe

@@ -18,8 +18,7 @@ from tlt_lightning.engine.requests import not_begun
 from tlt_lightning.environments.conversation import Conversation, Trajectory
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
-from tlt_lightning.environments.tool_calls import read_calls
-from tlt_lightning.environments.turn import Turn
+from tlt_lightning.environments.turn import Turn, read_calls
 from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers
 from tlt_lightning.rewards.pool import SHORT, describe
