@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 MODEL = "policy"
+LOADING = asyncio.Lock()
 LARGEST = 2**30  # of a request and of a line, in bytes
 FULL = {"error": {"message": "This model's maximum context length is reached.", "code": "context_length_exceeded"}}
 
@@ -103,7 +104,8 @@ async def hear(game: Classic | Tasks, reader: asyncio.StreamReader, writer: asyn
     application.router.add_post("/v1/chat/completions", complete)
     listening = asyncio.create_task(listen())
     try:
-        rows = game.load(asked["split"])
+        async with LOADING:  # in a thread: to read a large data set is not to be stalled
+            rows = await asyncio.to_thread(game.load, asked["split"])
         if asked["index"] is None:
             return tell(rows=[{"prompt": prompt, "answer": answer} for prompt, answer, _ in rows])
         async with TestServer(application) as server:

@@ -118,6 +118,10 @@ def test_a_process_that_ends_is_said_and_started_again(row: str, code: int, scri
     assert asyncio.run(again.reset(split="train", index=0)) == [{"role": "user", "content": "8 9 ="}]
 
 
+def test_rows_that_take_long_to_read_end_no_process(scripted: None) -> None:
+    assert [row["answer"] for row in VerifiersRows("game", {"rows": ["reads"]})] == ["reads"]
+
+
 def test_an_environment_that_cannot_be_loaded_says_where_to_look(scripted: None) -> None:
     with pytest.raises(RuntimeError, match=r"ended with code 1, see above: .*verifiers_script.py"):
         VerifiersEnvironment("broken")
