@@ -22,6 +22,7 @@ from tests.support.speculation_engines import (
     save_trained_head,
     siblings,
 )
+from tlt_lightning import VLLMEngine
 from tlt_lightning.rollout import Sampling
 
 pytestmark = pytest.mark.vllm
@@ -119,3 +120,8 @@ def test_two_gpus_write_what_the_policy_finds_likeliest(tmp_path: Path) -> None:
     prompts = [list(request.prompt_ids) for request in siblings()]
     assert all(greedy_gap(policy, prompts, texts) < TOLERANCE for texts in found["texts"])
     assert found["stats"]["speculation/acceptance_length"] > 1.3
+
+
+def test_an_engine_of_more_ranks_than_there_are_waits_for_none(policy_path: str) -> None:
+    with pytest.raises(ValueError, match="`tensor_parallel` 2 must divide the ranks of the run, 1"):
+        VLLMEngine(tensor_parallel=2).setup(policy_path, max_model_len=32, seed=0)

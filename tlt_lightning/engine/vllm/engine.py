@@ -29,6 +29,7 @@ from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact, install, speculation_args
 from tlt_lightning.model_files import check_files
 from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
+from tlt_lightning.ranks.joined_ranks import count_ranks
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.speculation.graph_plan import arms_by_batch
 from tlt_lightning.speculation.head_files import HeadShape
@@ -137,6 +138,8 @@ class VLLMEngine(RolloutEngine):
         self._shapes = policy_shapes(policy)
         check_files(policy, self._shapes)
         head = None if self.speculation is None else self.speculation.check(policy, self.max_num_seqs)
+        if (world_size := count_ranks()) % self.num_ranks:  # vLLM would wait for the others
+            raise ValueError(f"`tensor_parallel` {self.num_ranks} must divide the ranks of the run, {world_size}.")
         internals.set_environment()
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
