@@ -59,9 +59,11 @@ def test_a_head_learns_to_draft_while_the_policy_imitates(run: Any) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_head(run: Any, tmp_path: Path) -> None:
-    root, _, whole = run
+    root, rows, whole = run
     resumed = make_callback()
-    fit(tmp_path, resumed, ckpt=str(root / "epoch=0.ckpt"))
+    (row,) = fit(tmp_path, resumed, ckpt=str(root / "epoch=0.ckpt"))
+    for name in ("drafter/acceptance_before", "drafter/acceptance_after"):  # by the policy that the checkpoint holds
+        assert row[name] == rows[1][name]
     torch.testing.assert_close(resumed.training.weights(), whole.training.weights(), atol=0, rtol=0)
     heads = [load_file(folder / "drafter/final/model.safetensors") for folder in (root, tmp_path)]
     torch.testing.assert_close(*heads, atol=0, rtol=0)

@@ -66,6 +66,7 @@ class SupervisedDrafterCallback(DrafterCallback):
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Keep what the epoch before has taught, if it drafts better."""
+        self.drafter.refresh_target(pl_module.policy)  # a resumed run's drafter has read that of the beginning
         if (decision := self.publisher.publish_if_better()) is not None:
             pl_module.iteration_log.update(decision.metrics())
 
