@@ -60,12 +60,13 @@ def forecast_of(case: Case, folder: Path) -> dict[str, Any]:
     sleeps = data.engine.sleeps
     passes, planned = choose_passes(module, candidates, room, free=room, engine=engine, engine_sleeps=sleeps)
     assert planned is not None
+    parts = {**planned.held, **planned.activations, "optimizer step": planned.step, **planned.engine}
     return {
         **case._asdict(),
         "micro_batch_tokens": passes.micro_batch_tokens,
         "update": planned.update / GIB,
         "rollout": planned.rollout / GIB,
-        "parts": {name: size / GIB for name, size in planned.parts.items()},
+        "parts": {name: size / GIB for name, size in parts.items()},
     }
 
 
