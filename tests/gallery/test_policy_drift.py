@@ -49,7 +49,7 @@ def test_the_drift_is_the_kl_from_the_first_policy_on_its_shortest_answers(
     first = reference.logps[0]
     expected = [float(((now - first).exp() - 1 - (now - first)).mean()) for now in reference.logps]
     assert reference.found == pytest.approx(expected, rel=1e-3, abs=1e-7)
-    assert reference.found[0] == 0 < reference.found[1] < reference.found[2]
+    assert reference.found[0] == 0 < min(reference.found[1:])
     resumed = PolicyDrift()
     resumed.load_state_dict(drift.state_dict())
     assert resumed.state_dict() is not None

@@ -35,7 +35,7 @@ def choose(cli: Any, shape: dict[str, Any], folder: Path, device_gib: float) -> 
     [
         ("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H100, 4, 32768, 1),
         pytest.param("grpo_qwen2.5-7b_fsdp2", SHAPES["7b"], H200, 2, 32768, None, marks=pytest.mark.slow),
-        pytest.param("grpo_qwen2.5-14b_fsdp2", SHAPES["14b"], H100, 8, 16384, 2, marks=pytest.mark.slow),
+        pytest.param("grpo_qwen2.5-14b_fsdp2", SHAPES["14b"], H100, 8, 32768, 2, marks=pytest.mark.slow),
         pytest.param("grpo_qwen2.5-14b_fsdp2", SHAPES["14b"], H200, 4, 32768, 1, marks=pytest.mark.slow),
         pytest.param("grpo_qwen2.5-32b_lora_tp2", SHAPES["32b"], H100, 4, 32768, None, marks=pytest.mark.slow),
     ],

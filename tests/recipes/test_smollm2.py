@@ -58,7 +58,7 @@ def test_the_texts_with_calls_are_what_the_policy_would_read_and_write_in_a_roll
     tokenizer, environments = load_tokenizer(smollm2), Environments(Calculator)
     source = PromptSource(path=str(ROOT / "recipes/assets/calculator/calls.jsonl"))
     turns = turns_of(source, tokenizer, end_token_ids(smollm2, tokenizer), environments)
-    rows, texts = source.read(), AnsweredRows(source, smollm2, 512).read()
+    rows, texts = source.read(), AnsweredRows(source, smollm2, 512).read_all()
     assert len(rows) == len(texts) == 80
     assert sum(len(row["answer"]) == 3 for row in rows) == 40
     for row, text in zip(rows, texts, strict=True):
@@ -67,7 +67,7 @@ def test_the_texts_with_calls_are_what_the_policy_would_read_and_write_in_a_roll
         if text.others:
             ((start, stop),) = text.others
             call = text.ids[text.prompt_length : start]
-            (wanted,) = read_calls(tokenizer, call, text.prompt, turns.tools)
+            _, (wanted,) = read_calls(tokenizer, turns.words(call), call, text.prompt, turns.tools)
             result = Calculator().calculate(**wanted.arguments)
             assert text.ids[start:stop] == turns.between(
                 [{"role": "tool", "name": wanted.name, "content": str(result)}], call[-1]

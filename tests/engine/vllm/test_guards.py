@@ -35,13 +35,14 @@ def test_a_selector_in_the_place_of_speculation_is_refused_in_words() -> None:
         Speculation(selector=kind, siblings=True)
 
 
-def test_arms_that_nobody_drafts_are_refused(policy: str) -> None:
+def test_arms_that_nobody_drafts_are_refused(policy: str, tmp_path: Path) -> None:
+    head = save_head(make_head(policy), tmp_path / "head")
     for selector, drafters, has in (
         (FixedSelector(9, "ngram"), {"ngram": True}, r"\['ngram'\] and at most 7 draft tokens"),
         (FixedSelector(3), {"siblings": True}, r"\['sibling'\] and at most 7"),
         (FixedSelector(3), {}, r"\[\] and at most 7"),
         (FixedSelector(3), {"cold_head": True}, r"\[\] and at most 7 .* add LongTailIdleCallback, which trains a head"),
-        (FixedSelector(3, "mixed"), {"head": "head"}, r"\['learned'\] and at most 7"),
+        (FixedSelector(3, "mixed"), {"head": head}, r"\['learned'\] and at most 7"),
     ):
         with pytest.raises(
             ValueError, match=rf"`speculation\.selector` may ask for Strategy\(.* batch of 1, but .*{has}"

@@ -194,6 +194,14 @@ REQUIRED: dict[str, str] = {
         "spec_step_idx); compute_draft_logits(hidden_states, spec_step_idx); vllm_config; use_fp64_gumbel"
     ),
     "v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator": _PROPOSE,
+    "v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator": "query_cudagraph_manager",
+    "v1.worker.gpu.spec_decode.dspark.speculator.DSparkSpeculator": (
+        "_d2t_scatter_index; _draft_scatter_buf; _sample_logits(logits, idx_map, sample_pos, step)"
+    ),
+    "model_executor.models.qwen3_dflash.DFlashQwen3Model": (
+        "_build_fused_kv_buffers(); "
+        "precompute_and_store_context_kv(context_states, context_positions, context_slot_mapping)"
+    ),
     "v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator": _PROPOSE
     + "; model; draft_attn_layer_names; kv_cache_config; block_tables; supports_decode_metadata_update; "
     "prefill_cudagraph_manager; decode_cudagraph_manager",

@@ -114,7 +114,7 @@ def test_a_plain_step_is_collected_without_looking_at_each_request(monkeypatch: 
         assert list(result.num_drafted) == [0, 0, 0]
         assert list(result.num_emitted) == [1, 1, 1]
         assert not any(result.sources)
-        assert (result.is_decode, result.running, result.waiting) == (True, 3, 0)
+        assert result.is_decode
 
 
 @pytest.mark.parametrize(

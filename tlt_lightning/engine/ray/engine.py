@@ -117,7 +117,8 @@ class RayEngine(RolloutEngine):
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         names = [f"Engine {rank * number + index}" for index in range(number)]
         self._fleet = Fleet(self.engine, names, gpus, wanted)
-        self.compute_dtype = self._fleet.hosts[0].report.compute_dtype
+        report = self._fleet.hosts[0].report  # kept, as a process that takes its place has none until it has loaded
+        self.compute_dtype, self.weight_dtype = report.compute_dtype, report.weight_dtype
         self.take_laps()  # loading belongs to no iteration
 
     @override
@@ -162,7 +163,7 @@ class RayEngine(RolloutEngine):
     def _publish(
         self, kind: str, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
     ) -> None:
-        dtype = self._live.hosts[0].report.weight_dtype
+        dtype = self.weight_dtype
         self._live.publish(kind, named_tensors, version, None if dtype is None else getattr(torch, dtype), accepted)
 
     @override
