@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _README = Path(__file__).with_name("head_readme.md").read_text()
 
 FILES = ("model.safetensors", "config.json", "config.py", "README.md")
-"""What `write_head` leaves in a directory."""
+"""Names the files that `write_head` leaves in a directory."""
 
 _TABLE = """On {num_steps} engine steps of held-out text of its target, retraced with {rule}:
 **{length:.2f} tokens per step** with {num_draft_tokens} drafted (1 without drafting, {best} at best).

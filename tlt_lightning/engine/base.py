@@ -97,7 +97,7 @@ class RolloutEngine(ABC):
     """Engines that it is made of, each with weights of its own."""
 
     speculation: Any = None
-    """How it speculates, a `Speculation`, which may be set before `setup`; None if it does not."""
+    """The `Speculation` by which it drafts, which may be set before `setup`; None if it drafts nothing."""
 
     reads_drafts = False
     """True if drafts are looked up in `Request.earlier_answers`."""

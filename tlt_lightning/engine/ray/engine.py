@@ -81,7 +81,7 @@ class RayEngine(RolloutEngine):
     @property
     @override
     def speculation(self) -> Any:
-        """That of each engine."""
+        """The `Speculation` by which each engine drafts."""
         return self.engine.speculation
 
     @speculation.setter

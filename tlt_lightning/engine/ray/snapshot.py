@@ -64,7 +64,7 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
 
     @property
     def records(self) -> list[TensorRecord]:
-        """What there is to read, in order."""
+        """Records of all tensors, in the order in which they are read."""
         return [record for records, _ in self.groups for record in records]
 
     @override
