@@ -166,6 +166,8 @@ class PolicyIteration:
         A rank writes what it was dealt by expectation, and an update lasts as long as the largest share of tokens. All
         ranks read what all have written: numbers travel, and nothing of a row, which may hold what cannot be pickled.
         """
+        if self.trainer.world_size == 1:
+            return list(chain.from_iterable(groups))
         ranks = gather_over_ranks(self.trainer, [[_numbers(rollout) for rollout in group] for group in groups])
         of_all = list(chain.from_iterable(ranks))
         tokens = [sum(len(each.prompt.ids) + len(each.response.token_ids) for each in group) for group in of_all]
