@@ -90,6 +90,9 @@ class Padding:
         """Return a decoder layer's wide tensors by name; a head's attention reads more."""
         for name, tensor in tensors.items():
             *_, module, kind = name.split(".")
+            if module in ("q_norm", "k_norm"):
+                yield name, tensor  # of each attention head by itself
+                continue
             if module.endswith("norm"):
                 yield name, self.norm(tensor)
                 continue
@@ -162,7 +165,7 @@ class Padding:
         yield "lm_head.weight", self.output_head(tensors.get("lm_head.weight", embedding))
 
     def head(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Return all trained tensors of the wide head by name."""
+        """Return all trained tensors of the wide EAGLE-3 head by name."""
         small = self.config.hidden_size
         fused = pad_matrix(tensors["fc.weight"], self.stream, side_by_side(self.stream, small, 3))
         fused[-1] = 0.0
@@ -171,6 +174,18 @@ class Padding:
         inputs = side_by_side(self.stream, small, 2)
         yield from (("layers.0." + name, tensor) for name, tensor in self.layer(_below(tensors, "layers.0."), inputs))
         yield "norm.weight", self.norm(tensors["norm.weight"], GAIN)
+
+    def block_head(self, tensors: dict[str, Tensor], draft_vocab: int) -> Iterator[tuple[str, Tensor]]:
+        """Return all trained tensors of the wide DSpark head by name; its constant is that of the embedding."""
+        small = self.config.hidden_size
+        yield "fc.weight", pad_matrix(tensors["fc.weight"], self.stream, side_by_side(self.stream, small, 3))
+        yield "hidden_norm.weight", self.norm(tensors["hidden_norm.weight"])
+        yield from self.layer({name: each for name, each in tensors.items() if name.startswith("layers.")}, self.stream)
+        yield "norm.weight", self.norm(tensors["norm.weight"], GAIN)
+        for name, size in (("markov_w1", self.shape.vocab_size), ("markov_w2", draft_vocab)):
+            known = tensors[f"markov_head.{name}.weight"][:size]
+            others = self.random(size - len(known), known.shape[1], std=known.float().std().item())
+            yield f"markov_head.{name}.weight", torch.cat([known.float(), others])
 
 
 def _identity(size: int) -> Axis:

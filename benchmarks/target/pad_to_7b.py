@@ -1,14 +1,14 @@
 """Widen a small policy and its heads to Qwen2.5-7B's shape, with the same function.
 
-    python -m benchmarks pad_to_7b --head target/head target/head-brief
+    python -m benchmarks pad_to_7b --head target/head target/head-block
 
 A step of the result costs what a step of a 7B model costs, while its text, and how much of it a head drafts right, are
 those of the small, trained policy. Each directory written says that it is padded. `--tiny` pads to a few hundred
 dimensions on a CPU, to see that it works.
 
 What is real: log-probs, text and acceptance are those of the small policy and head, to the rounding of bfloat16;
-shapes, bytes, operations and KV cache are those of Qwen2.5-7B and of an EAGLE-3 head for it. No matrix is of zeros, on
-which a GPU computes faster.
+shapes, bytes, operations and KV cache are those of Qwen2.5-7B and of an EAGLE-3 head for it, or of a DSpark head of as
+many layers as the small one. No matrix is of zeros, on which a GPU computes faster.
 
 What is padded:
 
@@ -17,8 +17,9 @@ What is padded:
   triples whose outputs cancel, so that they add nothing.
 - The tokens above the small vocabulary have random embeddings and are never sampled: one residual dimension holds a
   constant that puts their logits far below all others.
-- The head is widened like a layer. It drafts the first 32,000 tokens, as many as EAGLE-3 heads of 7B models do and all
-  that occur among them; `--draft-vocab 152064` drafts all.
+- A head is widened like layers. It drafts the first 32,000 tokens, as many as EAGLE-3 heads of 7B models do and all
+  that occur among them; `--draft-vocab 152064` drafts all. What a DSpark head adds to logits for the token before has
+  random rows for tokens that never occur.
 - Training it is not training a 7B model: what an optimizer does to the copies of a weight adds up, so that learning
   rates do not carry over, and the cancelling layers wake up.
 """
@@ -42,6 +43,7 @@ from benchmarks.common.results import about, heading, save, table
 from benchmarks.target.head import NUM_DRAFT_TOKENS, load_policy, measure, write_rows
 from benchmarks.target.pad_plan import SEVEN_B, TINY, Padding
 from tlt_lightning.drafter.module import DrafterModule
+from tlt_lightning.speculation.head_files import EAGLE3, read_head
 
 ROWS, LENGTH = 4, 1026  # of text to compare on
 
@@ -97,16 +99,17 @@ def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: in
     Raises:
         ValueError: It is a head with an output head or vocabulary of its own, or one that drafts from normed features.
     """
-    config = json.loads((head / "config.json").read_text())
+    config, its = json.loads((head / "config.json").read_text()), read_head(str(head))
     tensors = read(head, plan.device)
     if own := sorted({"lm_head.weight", "d2t"} & set(tensors)):
         raise ValueError(
             f"`--head` {head} has {own} of its own; it should draft all tokens by its policy's output head."
         )
-    if config["norm_before_residual"]:
+    if config.get("norm_before_residual"):
         raise ValueError(f"`--head` {head} has `norm_before_residual`, which would not keep the constant dimension.")
     out.mkdir(parents=True, exist_ok=True)
-    wide = dict(plan.head(tensors))
+    is_eagle = its.kind is EAGLE3
+    wide = dict(plan.head(tensors) if is_eagle else plan.block_head(tensors, draft_vocab))
     if draft_vocab < plan.shape.vocab_size:
         with safe_open(policy / "model.safetensors", framework="pt") as file:
             wide["lm_head.weight"] = file.get_slice("lm_head.weight")[:draft_vocab]
@@ -116,14 +119,15 @@ def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: in
         saved["d2t"] = torch.zeros(draft_vocab, dtype=torch.int64)  # draft token i is token i
         saved["t2d"] = torch.arange(plan.shape.vocab_size) < draft_vocab
     save_file(saved, out / "model.safetensors", metadata={"format": "pt"})
-    layer_ids = [plan.layer_id(layer) for layer in config["eagle_aux_hidden_state_layer_ids"]]
-    config["transformer_layer_config"] |= {**vars(plan.shape), "num_hidden_layers": 1, "head_dim": plan.head_dim}
+    layer_ids = [plan.layer_id(layer) for layer in its.layer_ids]
+    sizes = {"num_hidden_layers": its.num_layers, "head_dim": plan.head_dim}
+    config["transformer_layer_config"] |= {**vars(plan.shape), **sizes}
     config["transformer_layer_config"].pop("layer_types", None)
-    config |= {"draft_vocab_size": draft_vocab, "eagle_aux_hidden_state_layer_ids": layer_ids}
+    config |= {"draft_vocab_size": draft_vocab, its.kind.layer_ids: layer_ids}
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     config["speculators_config"]["verifier"]["name_or_path"] = str(policy)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    label(out, head, f"EAGLE-3 head of {count / 1e6:.0f} million weights")
+    label(out, head, f"{'EAGLE-3' if is_eagle else 'DSpark'} head of {count / 1e6:.0f} million weights")
 
 
 @torch.no_grad()

@@ -9,6 +9,10 @@ and `val.jsonl` are questions to go on from with reinforcement learning. `target
 `head-brief` the same after a tenth of its training, and `head-random` before it. `--models` names another directory
 than `target`. `--tiny` runs the same on a CPU within a minute, to see that it works.
 
+    python -m benchmarks target --parts head block --beside
+
+trains a DSpark head too, `target/head-block`, for as many seconds on the same text; `--beside`: while the other learns.
+
     python -m benchmarks target --parts sft
 
 fine-tunes the policy on fresh text, into `target/sft/policy`, and trains a head along, `target/sft/drafter/final`.
@@ -28,6 +32,8 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +45,12 @@ from benchmarks.target.policy import LARGE, PRETRAINED, TINY, Scale, train_polic
 from benchmarks.target.sft import fine_tune
 from benchmarks.target.text import make_questions
 from recipes.assets.make_countdown import write_questions
+from tlt_lightning.drafter.architectures.base import DraftArchitecture
+from tlt_lightning.drafter.architectures.dspark import DSpark
+from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 
-HEADS = ("head-random", "head-brief", "head")
+HEADS: dict[str, tuple[str, DraftArchitecture]] = {"head": ("head", Eagle3()), "block": ("head-block", DSpark())}
+"""Names of the heads, and what they are, by the parts that train them."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 SAMPLES = 4
 
@@ -55,8 +65,19 @@ def run_policy(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
 
 
 def run_head(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
-    """Train the draft heads."""
-    return train_heads(args.models / "policy", args.models, scale, args.head_seconds, args.device, args.seed)
+    """Train the EAGLE-3 heads."""
+    return _train("head", args, scale)
+
+
+def run_block(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
+    """Train the DSpark heads."""
+    return _train("block", args, scale)
+
+
+def _train(part: str, args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
+    return train_heads(
+        args.models / "policy", args.models, *HEADS[part], scale, args.head_seconds, args.device, args.seed
+    )
 
 
 def run_sft(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
@@ -102,7 +123,7 @@ def run_measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     }
 
 
-PARTS = {"policy": run_policy, "head": run_head, "measure": run_measure, "sft": run_sft}
+PARTS = {"policy": run_policy, "head": run_head, "measure": run_measure, "sft": run_sft, "block": run_block}
 
 
 def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -123,14 +144,17 @@ def render(results: dict[str, Any]) -> list[str]:
     if measured := results.get("measure"):
         lines += ["Responses to held-out questions at temperature 1:\n"]
         lines += table(list(measured), [list(measured.values())])
-    if head := results.get("head"):
+    if heads := [results[part] for part in HEADS if part in results]:
         drafts, rows = range(1, 8), []
-        for name in HEADS:
-            quality = head["quality"][name]
+        for name, quality in (pair for head in heads for pair in head["quality"].items()):
             rates = [f"{quality[f'acceptance_rate_pos_{k}']:.3f}" for k in drafts]
             rows.append([name, f"{quality['acceptance_length']:.2f}", *rates])
         lines += ["Tokens per step of 7 greedy drafts, text at temperature 1, and how often each draft is accepted:\n"]
         lines += table(["head", "tokens per step", *map(str, drafts)], rows)
+        names = ("steps", "tokens", "tokens_per_s", "us_a_token", "peak_gib")
+        rows = [[HEADS[part][0], *map(results[part].get, names)] for part in HEADS if part in results]
+        lines += ["What they learnt from. Microseconds a token and memory are those of a training step by itself:\n"]
+        lines += table(["head", *(name.replace("_", " ") for name in names)], rows)
     if sft := results.get("sft"):
         lines += ["Fine-tuned on fresh text, a head trained along, judged on texts of the last step:\n"]
         lines += table(list(sft), [list(sft.values())])
@@ -146,15 +170,19 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=240, help="of the policy's training, start-up not counted")
     parser.add_argument("--head-seconds", type=float, default=45, help="of the head's training, start-up not counted")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS)[:3], help="what to do")
+    parser.add_argument("--beside", action="store_true", help="train the parts `head` and `block` at the same time")
     args = parser.parse_args(arguments)
     args.device = "cpu" if args.tiny else "cuda"
     name = args.base.name.lower() if args.base else "25m"
     args.models.mkdir(parents=True, exist_ok=True)
     known = args.models / "target.json"  # parts of earlier commands
     results = json.loads(known.read_text()) if known.exists() else {}
-    for part in args.parts:
-        print(f"--- {part}", flush=True)
-        results[part] = run_apart(run_part, part, args)
+    at_once = [part for part in args.parts if args.beside and part in HEADS]
+    for parts in [[part] for part in args.parts if part not in at_once] + [at_once] * bool(at_once):
+        print(f"--- {' beside '.join(parts)}", flush=True)
+        with ThreadPoolExecutor(len(PARTS)) as pool:
+            found = pool.map(partial(run_apart, run_part), parts, [args] * len(parts))
+            results.update(zip(parts, found, strict=True))
         known.write_text(json.dumps(results))
         results = about("tiny" if args.tiny else name, args.note, args.seed, on_cpu=args.tiny) | {
             name: results[name] for name in PARTS if name in results

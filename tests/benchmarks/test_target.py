@@ -20,10 +20,16 @@ from benchmarks.target import run as target
 from benchmarks.target import text as target_text
 from recipes.assets.make_countdown import EOS, HIT, START, WORDS, make_tokenizer
 from tests.support.drafters.draft_texts import quality_on
+from tlt_lightning.drafter import chunked_loss
+from tlt_lightning.drafter.architectures.base import Drafting
+from tlt_lightning.drafter.architectures.dspark import DSpark
+from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.rewards.countdown import countdown
+from tlt_lightning.speculation.head_files import check_head, read_head
 
 DRAFT_VOCAB = 200
+ARCHITECTURES = {"head": Eagle3(), "head-block": DSpark(num_layers=2, block_size=4, markov_rank=8)}
 
 
 def shake(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -45,10 +51,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shake({name: parameter.data for name, parameter in policy.named_parameters()}, 1)
     policy.save_pretrained(folder / "policy")
     make_tokenizer().save_pretrained(folder / "policy")
-    module = DrafterModule(str(folder / "policy"), num_draft_tokens=3)
-    module.configure_model()
-    module.load_trainable(shake({name: tensor.clone() for name, tensor in module.trainable_tensors()}, 2))
-    module.export(folder / "head")
+    for head, architecture in ARCHITECTURES.items():
+        module = DrafterModule(str(folder / "policy"), num_draft_tokens=3, architecture=architecture)
+        module.configure_model()
+        module.load_trainable(shake({name: tensor.clone() for name, tensor in module.trainable_tensors()}, 2))
+        module.export(folder / head)
     return folder
 
 
@@ -57,7 +64,8 @@ def wide(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     plan = make_plan(small / "policy")
     pad_to_7b.pad_policy(plan, small / "policy", folder / "policy")
-    pad_to_7b.pad_head(plan, small / "head", folder / "policy", folder / "head", DRAFT_VOCAB)
+    for head in ARCHITECTURES:
+        pad_to_7b.pad_head(plan, small / head, folder / "policy", folder / head, DRAFT_VOCAB)
     return folder
 
 
@@ -139,18 +147,19 @@ def test_parts_leave_a_policy_heads_questions_and_a_report(tmp_path, monkeypatch
     ticks = itertools.count(0.0, 0.08)  # as many steps on any machine
     monkeypatch.setattr(target_policy, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     models, results = tmp_path / "models", tmp_path / "results"
-    times = ["--seconds", "2", "--head-seconds", "1"]
-    target.main(["--tiny", "--models", str(models), "--out", str(results), *times])
+    options = ["--seconds", "2", "--head-seconds", "1", "--parts", "policy", "head", "measure", "block"]
+    target.main(["--tiny", "--models", str(models), "--out", str(results), *options])
     written = json.loads((results / "target.json").read_text())
     curve = written["policy"]["curve"]
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert (models / "policy" / "tokenizer.json").is_file()
-    assert {path.parent.name for path in models.glob("head*/config.json")} == set(target.HEADS)
+    names = [f"{head}{stage}" for head, _ in target.HEADS.values() for stage in ("-random", "-brief", "")]
+    assert {path.parent.name for path in models.glob("head*/config.json")} == set(names)
     assert len((models / "val.jsonl").read_text().splitlines()) == target_policy.TINY.num_val
     assert (results / "target.md").read_text() in capsys.readouterr().out
-    heads = [load_file(models / name / "model.safetensors")["fc.weight"] for name in target.HEADS]
-    assert not torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[1], heads[2])
+    heads = [load_file(models / name / "model.safetensors")["fc.weight"] for name in names]
+    assert not any(itertools.starmap(torch.equal, itertools.combinations(heads, 2)))
+    assert all(written[part]["us_a_token"] > 0 for part in target.HEADS)
 
 
 def test_training_stops_in_time_and_slows_down_before(monkeypatch):
@@ -225,11 +234,12 @@ def test_layers_between_add_nothing_and_no_matrix_is_of_zeros(small, wide):
         assert (tensor == 0).double().mean() < 0.01, name
 
 
-def test_the_wide_head_drafts_what_the_small_one_drafts(small, wide):
+@pytest.mark.parametrize("head", ARCHITECTURES)
+def test_the_wide_head_drafts_what_the_small_one_drafts(small, wide, head):
     ids = target_head.write_rows(0, 2, 130)
     losses, qualities = [], []
     for folder in (small, wide):
-        module = DrafterModule(str(folder / "policy"), str(folder / "head"), num_draft_tokens=3)
+        module = DrafterModule(str(folder / "policy"), str(folder / head), num_draft_tokens=3)
         module.configure_model()
         packs = target_head.make_packs(load(folder), ids, module.layer_ids, 128)
         losses.append(torch.stack([module.loss(pack)[0] for pack in packs]))
@@ -240,8 +250,24 @@ def test_the_wide_head_drafts_what_the_small_one_drafts(small, wide):
     assert losses[0].max() > 0.1
 
 
-def test_a_random_head_learns_for_the_wide_policy_as_for_any_of_its_vocabulary(wide):
-    module = DrafterModule(str(wide / "policy"), num_draft_tokens=3)
+@pytest.mark.parametrize("head", ARCHITECTURES)
+def test_the_wide_head_drafts_no_padded_token(wide, head):
+    module = DrafterModule(str(wide / "policy"), str(wide / head), num_draft_tokens=3)
+    module.configure_model()
+    (pack,) = target_head.make_packs(load(wide), target_head.write_rows(0, 1, 130), module.layer_ids, 128)
+    highest = []
+
+    def judge(step, rows, logits, targets):
+        highest.append(logits[:, len(WORDS) :].max())
+
+    terms = chunked_loss.terms_of("kl_div", pack.states)
+    module.architecture.predict(module.head, pack, Drafting(terms, torch.ones(3, 128), judge=judge))
+    assert max(highest) < -100
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values())
+def test_a_random_head_learns_for_the_wide_policy_as_for_any_of_its_vocabulary(wide, architecture):
+    module = DrafterModule(str(wide / "policy"), num_draft_tokens=3, architecture=architecture)
     module.configure_model()
     (pack,) = target_head.make_packs(load(wide), target_head.write_rows(0, 1, 130), module.layer_ids, 128)
     loss, _ = module.loss(pack)
@@ -250,17 +276,20 @@ def test_a_random_head_learns_for_the_wide_policy_as_for_any_of_its_vocabulary(w
     assert quality.acceptance_length < 1.5
 
 
-def test_the_wide_head_reads_the_layers_that_the_small_one_reads(small, wide):
-    config = json.loads((wide / "head" / "config.json").read_text())
+@pytest.mark.parametrize("head", ARCHITECTURES)
+def test_the_wide_head_reads_the_layers_that_the_small_one_reads(small, wide, head):
     places = make_plan(small / "policy").places
-    small_ids = json.loads((small / "head" / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
-    assert config["eagle_aux_hidden_state_layer_ids"] == [places[layer] for layer in small_ids]
-    assert config["draft_vocab_size"] == DRAFT_VOCAB
+    little, large = (read_head(str(folder / head)) for folder in (small, wide))
+    check_head(large, str(wide / "policy"))
+    assert list(large.layer_ids) == [places[layer] for layer in little.layer_ids]
+    assert (large.num_layers, large.most_drafts) == (little.num_layers, little.most_drafts)
+    assert large.draft_vocab_size == DRAFT_VOCAB
+    config = json.loads((wide / head / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(wide / "policy")
 
 
 def test_what_is_padded_says_so(wide):
-    for name in ("policy", "head"):
+    for name in ("policy", *ARCHITECTURES):
         assert json.loads((wide / name / "padded.json").read_text())["padded"] is True
 
 
