@@ -49,7 +49,7 @@ def sized_parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = parser_of(doc)
     parser.add_argument("--size", choices=list(FILES), default="25m", help="whose files are taken; in results' names")
     parser.add_argument("--policy", help="directory of the policy; the size's by default, as are the next two")
-    parser.add_argument("--head", nargs="+", help="directories of EAGLE-3 heads, the best one first")
+    parser.add_argument("--head", nargs="+", help="directories of heads, the first of EAGLE-3; the best one first")
     parser.add_argument("--prompts", help="file of prompts, JSON lines")
     parser.add_argument("--seconds", type=float, default=540.0, help="budget after which nothing new is begun")
     return parser

@@ -37,7 +37,7 @@ ENGINES = {
     "vLLM K=3": "the same head under vLLM's own scheduler, three drafts in every step",
     "vLLM K=5": "the same, five drafts",
 }
-"""Kinds of engines; a further head has a kind of its own, `head <name>`."""
+"""Kinds of engines; a further head has kinds of its own, as `head <name>` and `sampled <name> in fp8`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,11 @@ def arms_of(heads: Sequence[str]) -> dict[str, Arm]:
         arms += [Arm(name=name, part="stock", engine=name) for name in ("vLLM K=3", "vLLM K=5")]
         for name, selector in (("adaptive", CostModelSelector), ("K=3", partial(FixedSelector, 3))):
             add(f"{name}, sampled drafts", "others", "sampled", selector)
-        for head in heads[1:]:
-            add(f"adaptive, {Path(head).name}", "heads", f"head {Path(head).name}", CostModelSelector)
-            add(f"K=3, {Path(head).name}", "heads", f"head {Path(head).name}", partial(FixedSelector, 3))
+        for head in (Path(each).name for each in heads[1:]):
+            add(f"adaptive, {head}", "heads", f"head {head}", CostModelSelector)
+            add(f"K=3, {head}", "heads", f"head {head}", partial(FixedSelector, 3))
+            add(f"adaptive, sampled drafts, {head}", "heads", f"sampled {head}", CostModelSelector)
+            add(f"adaptive, sampled drafts, fp8, {head}", "fp8", f"sampled {head} in fp8", CostModelSelector)
         both = partial(CostModelSelector, drafters=("learned", "mixed", "sibling"))
         add("adaptive, siblings too", "lookups", "mixed", both)
         add("adaptive, fp8", "fp8", "head in fp8", CostModelSelector)

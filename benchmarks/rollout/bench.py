@@ -15,6 +15,7 @@ from benchmarks.rollout.arms import KS, WarmUpSelector, arms_of, is_vllm_alone
 from benchmarks.rollout.setup import Setup
 from benchmarks.rollout.steps import EDGES, Row, row_of, summarize
 from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.speculation import StrategySelector
 
 Table = Sequence[Sequence[int]]
 Written = list[tuple[list[int], list[float]]]
@@ -42,7 +43,7 @@ class Bench:
             kv_cache_gib=setup.kv_cache_gib,
             enforce_eager=setup.enforce_eager,
             sleep=False,
-            speculation=self._speculation(kind),
+            speculation=speculation_of(setup, kind, self.selector),
             arguments=vllm_arguments(setup.heads[0], kind, table) if is_vllm_alone(kind) else None,
         )
         began = time.perf_counter()
@@ -54,20 +55,6 @@ class Bench:
         lengths = warm_up_lengths(setup.num_requests, setup.max_tokens)
         for _ in self.engine.generate(setup.requests(lengths), setup.sampling, seed=1):
             pass
-
-    def _speculation(self, kind: str) -> Speculation | None:
-        if kind == "plain" or is_vllm_alone(kind):
-            return None
-        named = {f"head {Path(head).name}": head for head in self.setup.heads}
-        head = None if kind in ("siblings", "ngram") else named.get(kind, next(iter(self.setup.heads), None))
-        return Speculation(
-            selector=self.selector,
-            head=head,
-            siblings=kind in ("mixed", "siblings"),
-            ngram=kind == "ngram",
-            max_draft_tokens=max(KS),
-            draft_sampling="probabilistic" if kind == "sampled" else "greedy",
-        )
 
     def rollout(self, arm: str, lengths: list[int] | None, seed: int) -> dict[str, Any]:
         """Roll out once; `lengths` are tokens of each response, past end tokens; None lets it end."""
@@ -104,6 +91,23 @@ class Bench:
         self.selector.in_force = self.selector.selectors.get(arm)
         self.engine.ignores_ends = ignores_ends
         self.engine.forget_prompts()
+
+
+def speculation_of(setup: Setup, kind: str, selector: StrategySelector) -> Speculation | None:
+    """Return how an engine of a kind speculates, by the head that it names or the first; None for vLLM alone."""
+    if kind == "plain" or is_vllm_alone(kind):
+        return None
+    way, _, name = kind.partition(" ")
+    named = {Path(head).name: head for head in setup.heads}
+    head = None if way in ("siblings", "ngram") else named.get(name, next(iter(setup.heads), None))
+    return Speculation(
+        selector=selector,
+        head=head,
+        siblings=way in ("mixed", "siblings"),
+        ngram=way == "ngram",
+        max_draft_tokens=max(KS),
+        draft_sampling="probabilistic" if way == "sampled" else "greedy",
+    )
 
 
 def vllm_arguments(head: str, kind: str, table: Table) -> dict[str, Any]:

@@ -9,7 +9,8 @@ rolls out `num_prompts` x `group_size` responses at temperature 1 and top-p 1, i
   the adaptive selector write responses of exactly these lengths, ends ignored, so that all do the same work.
 - `others`: vLLM's own table of K by batch size, tuned on what `core` measured, and drafts sampled from the head.
 - `stock`: vLLM's own EAGLE-3 with 3 and 5 drafts in every step.
-- `heads`: the further ones of `--head`. `lookups`: siblings and n-grams, with a head and without. `fp8`: 8-bit engines.
+- `heads`: the further ones of `--head`, also of DSpark, which a GPU alone serves. `lookups`: siblings and n-grams, with
+  a head and without. `fp8`: 8-bit engines.
 
 Engines live side by side in processes of their own and take turns, so that an arm is repeated minutes after its first
 time, between the same neighbours. Each engine is warmed up by a rollout that goes through all its strategies at all

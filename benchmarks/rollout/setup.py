@@ -31,7 +31,7 @@ class Setup:
 
     Args:
         policy: Directory of the policy.
-        heads: Directories of its EAGLE-3 heads; the first is the drafter of all arms but those named after another.
+        heads: Directories of its heads; the first, of EAGLE-3, drafts in all arms but those named after another.
         prompts: File of prompts, one JSON object with `prompt` a line.
         num_prompts: Prompts of a rollout, the first of the file.
         group_size: Responses to each.

@@ -83,10 +83,10 @@ def test_everything_is_measured_compared_and_written(run: Any, tmp_path: Path) -
         ["plain", "head"],
         ["table", "sampled"],
         ["vLLM K=3", "vLLM K=5"],
-        ["head early"],
+        ["head early", "sampled early"],
         ["mixed", "siblings", "ngram"],
     ]
-    assert engines.needed == [*parts, ["head in fp8", "sampled in fp8", "plain in fp8"], []]
+    assert engines.needed == [*parts, ["sampled early in fp8", "head in fp8", "sampled in fp8", "plain in fp8"], []]
     assert results["lengths"] == LENGTHS
     assert results["failures"] == results["left_out"] == []
     assert engines.table == results["limit"]["best_k"]

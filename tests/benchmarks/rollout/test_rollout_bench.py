@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.arguments import sized_parser_of, take_size
-from benchmarks.rollout.bench import WARM_UP_TOKENS, Bench, warm_up_lengths
+from benchmarks.rollout.bench import WARM_UP_TOKENS, Bench, speculation_of, warm_up_lengths
 from benchmarks.rollout.setup import Setup, add_arguments, setup_of
 from benchmarks.rollout.steps import EDGES
 from tests.conftest import save_policy
 from tests.support.drafters.eagle_head import make_head, save_head
 from tests.support.speculation_engines import save_trained_head
+from tlt_lightning.speculation import FixedSelector
 
 LENGTHS = [40, 31, 22, 13]
 
@@ -56,6 +57,21 @@ def test_every_arm_of_a_head_writes_what_it_is_told(setup: Setup) -> None:
         texts = bench.write("K=5")
         assert [len(tokens) == len(logps) for tokens, logps in texts] == [True] * 4
         assert bench.describe()["KV tokens"] > 1000
+
+
+def test_a_kind_of_engine_says_which_head_drafts_and_how(setup: Setup) -> None:
+    first, further = setup.heads
+    found = {kind: speculation_of(setup, kind, FixedSelector(3)) for kind in ("head", "sampled", "sampled early")}
+    found |= {kind: speculation_of(setup, kind, FixedSelector(3)) for kind in ("siblings", "plain", "vLLM K=3")}
+    drafting = {kind: each and (each.head, each.siblings, each.draft_sampling) for kind, each in found.items()}
+    assert drafting == {
+        "head": (first, False, "greedy"),
+        "sampled": (first, False, "probabilistic"),
+        "sampled early": (further, False, "probabilistic"),
+        "siblings": (None, True, "greedy"),
+        "plain": None,
+        "vLLM K=3": None,
+    }
 
 
 @pytest.mark.vllm
