@@ -4,8 +4,9 @@
     python -m benchmarks main_table --tiny      # on a CPU, to see that it works; no head, no TRL
 
 Each step below is a benchmark of its own, run one after the other in a process of its own with a limit of seconds. A
-step that fails or is cut off leaves its rows out, and the table says so. What is finished is kept: `--steps` repeats
-some of them. Every ratio is of two arms of one process tree on this machine.
+step that fails or is cut off leaves its rows out, and the table says so. What is finished is kept: `--steps` runs some
+of them, on another GPU perhaps, beside what earlier commands have left in `--out`. Every ratio is of two arms of one
+process tree on one GPU.
 
 - `target`, `pad`: train the 23M policy and its head, pad both to the cost of 7B.
 - `rollout`, `sampled`, `fp8`: plain vLLM, vLLM's own EAGLE-3 with 3 and 5 drafts in every step, ours with greedy
@@ -177,9 +178,12 @@ def main(arguments: Sequence[str]) -> None:
     if unknown := set(chosen) - set(steps):
         parser.error(f"`--steps` {sorted(unknown)} is none of {', '.join(steps)}")
     results: dict[str, Any] = {"about": about("tiny" if args.tiny else "main", args.note, args.seed)}
-    results |= {"seconds": {}, "faults": {}, "rows": []}
+    known = args.out / "main_table.json"
+    earlier = json.loads(known.read_text()) if args.steps is not None and known.exists() else {}
+    results |= {name: dict(earlier.get(name, {})) for name in ("seconds", "faults")} | {"rows": []}
     for name in chosen:
         began = time.perf_counter()
+        results["faults"].pop(name, None)
         if fault := run(steps[name], args.out, args.seed):
             results["faults"][name] = fault
         results["seconds"][name] = time.perf_counter() - began
