@@ -42,7 +42,6 @@ _NAMES = {
     "rollout": "Prompt Request Response Rollout RolloutBatch Sampling",
     "schedules.async_rollout": "AsyncRollout",
     "schedules.base": "PendingGroup RolloutDemand RolloutSchedule SynchronousSchedule",
-    "schedules.history": "EarlierAnswers",
     "schedules.partial_rollout": "PartialRollout",
     "schedules.tail_batching": "TailBatching",
     "speculation.selectors.beg_mab": "BEGMABSelector",

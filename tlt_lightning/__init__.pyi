@@ -41,7 +41,6 @@ from tlt_lightning.schedules.base import PendingGroup as PendingGroup
 from tlt_lightning.schedules.base import RolloutDemand as RolloutDemand
 from tlt_lightning.schedules.base import RolloutSchedule as RolloutSchedule
 from tlt_lightning.schedules.base import SynchronousSchedule as SynchronousSchedule
-from tlt_lightning.schedules.history import EarlierAnswers as EarlierAnswers
 from tlt_lightning.schedules.partial_rollout import PartialRollout as PartialRollout
 from tlt_lightning.schedules.tail_batching import TailBatching as TailBatching
 from tlt_lightning.speculation.selectors.beg_mab import BEGMABSelector as BEGMABSelector

@@ -19,9 +19,6 @@ from tlt_lightning.speculation.strategy import Drafter
 VerifiedDraft = tuple[int, Drafter, int, int]
 """Tokens of the response before a draft, its drafter, tokens drafted, and how many of them were kept."""
 
-FINISH_REASONS = ("stop", "length", "unfinished")
-"""Ways in which a response ends, see `Response`."""
-
 
 @dataclass(slots=True)
 class Prompt:
@@ -99,8 +96,6 @@ class Request:
             the rollout's.
         expected_tokens: Mean length of earlier answers to the prompt, 0 if there are none: engines with room for a part
             of the requests start the longest first.
-        earlier_answers: Texts to look drafts up in, for engines that do. None of them may have been written with this
-            request's noise: exactness rests on drafts that know nothing of what verification will draw.
     """
 
     id: int
@@ -110,7 +105,6 @@ class Request:
     written: "Response | None" = None
     seed: int | None = None
     expected_tokens: float = 0.0
-    earlier_answers: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.rollout import Request, Response, Rollout, Sampling
-from tlt_lightning.schedules import AsyncRollout, EarlierAnswers, PartialRollout, TailBatching
+from tlt_lightning.schedules import AsyncRollout, PartialRollout, TailBatching
 from tlt_lightning.speculation import CostModelSelector
 
 KEPT = (
@@ -60,13 +60,12 @@ SCHEDULES: dict[str, Callable[[], TailBatching | PartialRollout | AsyncRollout] 
     "partial": PartialRollout,
     "recompute": partial(AsyncRollout, extra=0.5),  # as many under way as in partial rollouts
     "keep": partial(AsyncRollout, extra=0.5),
-    "earlier": None,
     **{f"{BESIDE}{bound}": partial(AsyncRollout, max_staleness=bound, extra=float(bound)) for bound in (0, 1, 2, 4)},
 }
 """By the part of an arm's name behind `+`.
 
-`earlier` drafts from earlier answers. In `recompute` and `keep` weights come amid the writing: the names say what
-becomes of keys and values of requests that run. Of `ray` engines have the devices on which nobody trains.
+In `recompute` and `keep` weights come amid the writing: the names say what becomes of keys and values of requests that
+run. Of `ray` engines have the devices on which nobody trains.
 """
 
 
@@ -193,7 +192,6 @@ def modules_of(
     work: Work,
     speculation: Speculation | None,
     schedule: TailBatching | PartialRollout | AsyncRollout | None = None,
-    earlier: EarlierAnswers | None = None,
     kv_on_update: Literal["recompute", "keep"] = "recompute",
 ) -> tuple[RLModule, RolloutDataModule]:
     """Return the policy and its data."""
@@ -220,7 +218,6 @@ def modules_of(
         group_size=work.group_size,
         prompts_per_iteration=work.prompts,
         schedule=schedule,
-        earlier_answers=earlier,
         micro_batch_tokens=work.micro_batch_tokens,
         sampling=Sampling(max_tokens=work.max_tokens),
         max_prompt_tokens=work.max_prompt_tokens,
@@ -264,10 +261,9 @@ def run_arm(work: Work, arm: str, head: str | None, path: Path, until: float, ke
     with tempfile.TemporaryDirectory() as folder:
         arm, _, name = arm.partition("+")
         schedule = SCHEDULES[name]
-        earlier = EarlierAnswers() if name == "earlier" else None
         speculation = speculation_of(arm, head, work)
         kv_on_update: Literal["recompute", "keep"] = "keep" if name == "keep" else "recompute"
-        module, data = modules_of(work, speculation, schedule and schedule(), earlier, kv_on_update)
+        module, data = modules_of(work, speculation, schedule and schedule(), kv_on_update)
         # As on the command line, but for checkpoints, which the peer does not write either.
         loggers = [CSVLogger(folder, flush_logs_every_n_steps=1), TensorBoardLogger(folder)]
         callbacks = [*callbacks_of(arm, head, work), Recorder(diary, keep_lengths=keep_lengths)]

@@ -43,10 +43,7 @@ from benchmarks.peers.trl_grpo import run_peer
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "random-siblings", "trl")
 WITH_HEAD = ("frozen", "adaptive")
 SCHEDULES = ("tail", "partial", "recompute", "keep", "ray0", "ray1", "ray2", "ray4")
-SCHEDULED = (
-    *(f"{arm}+{name}" for arm in ("plain", "siblings", "frozen") for name in SCHEDULES),
-    "siblings+earlier",
-)
+SCHEDULED = tuple(f"{arm}+{name}" for arm in ("plain", "siblings", "frozen") for name in SCHEDULES)
 GIVEN = (
     *("group_size", "micro_batch_tokens", "micro_batch_size", "max_tokens", "lr", "draft_sampling", "devices"),
     *("strategy", "gradient_checkpointing", "lora_rank", "tensor_parallel", "gpu_memory_utilization"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_lightning import DynamicSampling, EarlierAnswers, PartialRollout, RolloutSchedule, Sampling
+from tlt_lightning import DynamicSampling, PartialRollout, RolloutSchedule, Sampling
 from tlt_lightning.data import iteration
 from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import IterationSettings
@@ -18,7 +18,7 @@ from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.schedules.backlog import Backlog
-from tlt_lightning.schedules.history import Answered, AnswerHistory
+from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
@@ -69,8 +69,6 @@ def needs_of_others(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     needs: dict[int, int] = {}
 
     def gather(_: Any, own: Any) -> list[Any]:
-        if isinstance(own, Answered):
-            return [Answered(), own]
         if isinstance(own, list):  # groups to learn from, of which the other rank has none
             return [[], own]
         if hasattr(own, "lengths"):  # what rollouts tell
@@ -90,7 +88,6 @@ class OneRank:
         *,
         first_step: int = 0,
         schedule: RolloutSchedule | None = None,
-        earlier: EarlierAnswers | None = None,
         **settings: Any,
     ) -> None:
         sizes = {"group_size": 2, "prompts_per_iteration": 4, "micro_batch_tokens": 100, "num_minibatches": 1}
@@ -101,7 +98,7 @@ class OneRank:
         )
         self.log, self.asked, self.heard = IterationLog(), [], []
         self.collector, self.cursor = Answers(first_step), PromptCursor(len(PROMPTS), 0)
-        self.history: Any = AnswerHistory(earlier)
+        self.history: Any = AnswerHistory()
         self.history.mean_lengths, self.history.learn = {PROMPTS[3].index: 6.5}, lambda own, _: self.heard.append(own)
         self.backlog = Backlog(schedule)
         objective, networks = GRPO(), SimpleNamespace(is_padded=False)
@@ -149,7 +146,7 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
     assert (course.demand.wanted, course.demand.iteration, course.demand.is_first) == (2, 4, True)
     assert rank.cursor.position == 4
     lengths = [(index, index + 2) for index in order[1::2] for _ in range(2)]
-    assert rank.heard == [Answered(lengths)]
+    assert rank.heard == [lengths]
     assert sorted(batch.groups.tolist()) == [0, 0, 1, 1]
     assert len(rank.rollouts) == 4
     assert rank.scored.old_logps is not None

@@ -273,7 +273,6 @@ def test_nobody_adds_to_a_rollout_that_is_over(engine: RolloutEngine, policy: to
         ({"prompt_ids": []}, None),
         ({"prompt_ids": [3, 32]}, r"token 32 in a prompt, .* 0 to 31"),
         ({"prompt_ids": [-1, 3]}, r"token -1 in a prompt, .* 0 to 31"),
-        ({"prompt_ids": [3], "earlier_answers": [[6, 10**6]]}, r"token 1000000 in an earlier answer, .* 0 to 31"),
         ({"prompt_ids": PROMPTS[0], "id": 0}, "repeats ids"),
         ({"prompt_ids": PROMPTS[0], "max_tokens": 0}, None),
         ({"prompt_ids": PROMPTS[0], "max_tokens": 2, "written": WRITTEN}, None),

@@ -94,7 +94,6 @@ def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message
         ({"schedule": "TailBatching"}, r"`schedule` must be a RolloutSchedule or None, got 'TailBatching'"),
         ({"schedule": TailBatching}, "`schedule` must be a RolloutSchedule or None, got the class TailBatching itself"),
         ({"dynamic_sampling": True}, r"`dynamic_sampling` must be a DynamicSampling or None, got True\."),
-        ({"earlier_answers": True}, r"`earlier_answers` must be an EarlierAnswers or None, got True\."),
         ({"val_sampling": {"temperature": 0}}, r"`val_sampling` must be a Sampling, got \{"),
     ],
 )

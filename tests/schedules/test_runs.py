@@ -11,13 +11,11 @@ from tests.conftest import Paths
 from tests.runs.test_resume import STEPS, SaveAt, run
 from tests.support.rl_runs import Recorder, make_data, make_engine
 from tlt_lightning import (
-    EarlierAnswers,
     PartialRollout,
     RewardTerm,
     RolloutSchedule,
     Sampling,
     Speculation,
-    SynchronousSchedule,
     TailBatching,
     VLLMEngine,
 )
@@ -29,8 +27,6 @@ from tlt_lightning.speculation import FixedSelector
 RUNS = [
     pytest.param("transformers", TailBatching(0.5), id="tail", marks=pytest.mark.slow),
     pytest.param("vllm", PartialRollout(0.5, 1), id="partial", marks=pytest.mark.vllm),
-    pytest.param("drafts", SynchronousSchedule(), id="synchronous, drafts", marks=pytest.mark.vllm),
-    pytest.param("drafts", TailBatching(0.5), id="tail, drafts", marks=pytest.mark.vllm),
     pytest.param("drafts", PartialRollout(0.5, 1), id="partial, drafts", marks=pytest.mark.vllm),
 ]
 
@@ -40,7 +36,6 @@ def data_of(name: str, schedule: RolloutSchedule | None, **settings: Any) -> dic
     if isinstance(engine, VLLMEngine):
         if name == "drafts":  # of every look-up
             engine.speculation = Speculation(selector=FixedSelector(3, "sibling"), siblings=True, ngram=True)
-            engine.reads_drafts, settings = True, {**settings, "earlier_answers": EarlierAnswers()}
         settings |= {"sampling": Sampling(max_tokens=40, stop_token_ids=(12, 13, 14)), "micro_batch_tokens": 128}
     return {"engine": engine, "schedule": schedule, **settings}
 
@@ -79,7 +74,7 @@ def test_a_run_with_prompts_put_aside_resumes_exactly(
         for iteration, metrics in rest.items():
             assert metrics == pytest.approx(history[iteration])
     if engine == "drafts":
-        assert history[3]["speculation/proposed_earlier"] > 0
+        assert history[3]["speculation/proposed_sibling"] > 0
     if engine != "transformers" and isinstance(schedule, PartialRollout):
         waiting = torch.load(saves["progress"].path, weights_only=True)["RolloutDataModule"]["ranks"][0]["deferred"]
         assert any(response["finish_reason"] == "unfinished" for group in waiting for response in group["responses"])

@@ -18,7 +18,7 @@ from tlt_lightning.objectives import GRPO, BehaviourPolicy
 from tlt_lightning.rollout import Response, Sampling
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
-from tlt_lightning.schedules.history import Answered, AnswerHistory
+from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 PLUGINS = Path(__file__).parents[2] / "docs/your_plugins.md"
@@ -50,7 +50,7 @@ class Run:
         under_way = RolloutUnderWay(self.backlog.schedule, demand, self.backlog.start(demand, groups), SIZE)
         self._write(under_way, iteration)
         self.backlog.end(under_way, self.log)
-        self.history.learn(Answered(under_way.lengths), lambda own: [own])
+        self.history.learn(under_way.lengths, lambda own: [own])
         taken = [number // SIZE for number in under_way.taken]
         responses = [under_way.responses[number] for number in under_way.taken]
         self.learned.append({d: [r for t, r in zip(taken, responses, strict=True) if t == d] for d in taken})

@@ -101,24 +101,7 @@ def test_a_text_that_has_ended_is_read_to_its_end(monkeypatch: pytest.MonkeyPatc
     assert made.drafts("b", [*PROMPT, 20, 21]) == []
     made.next_step()
     assert made.drafts("b", [*PROMPT, 20, 21]) == [22, 23]
-    assert [text.request_id for text in made._members["sibling", 0]] == ["b"]
-
-
-def test_earlier_answers_draft_for_every_response_to_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Texts()
-    prompt = [*PROMPT, 11]
-    for name in ("c", "d"):
-        made.written[name] = list(prompt)
-        made.add(name, made.written[name], earlier=[[40, 41, 42, 43], [50, 51]])
-    found = made.propose("d", SIBLING, 3)
-    assert found is not None
-    assert (found.tokens, found.source) == ([50, 51], ("earlier", 8))  # the latest of equals, from the prompt's end on
-    assert made.drafts("c", [*prompt, 40, 41]) == [42, 43]
-    assert made.drafts("b", [*PROMPT, 40, 41]) == []
-    assert made._members["earlier", 2] == []  # all of it is read
-    made.clear()
-    made.begin("c", prompt)
-    assert made.drafts("c", [*prompt, 40, 41]) == []
+    assert [text.request_id for text in made._members[0]] == ["b"]
 
 
 def test_a_response_that_is_continued_drafts_for_its_siblings_and_they_for_it() -> None:

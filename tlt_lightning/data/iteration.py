@@ -52,7 +52,7 @@ from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, collate, has_spread, split_groups
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
-from tlt_lightning.schedules.history import Answered, AnswerHistory, deal
+from tlt_lightning.schedules.history import AnswerHistory, deal
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.fsdp2 import largest_counts
@@ -72,13 +72,13 @@ class IterationStart:
     Args:
         position: Prompts that were drawn.
         deferred: Groups that waited.
-        history: Earlier answers.
+        mean_lengths: Mean length of earlier answers by prompt.
         engine: The engine's state.
     """
 
     position: int
     deferred: list[PendingGroup]
-    history: AnswerHistory
+    mean_lengths: dict[int, float]
     engine: dict[str, Any]
 
 
@@ -94,7 +94,7 @@ class PolicyIteration:
         collector: Writes and rewards the responses.
         settings: Sizes and sampling.
         cursor: Draws the prompts.
-        history: Remembers earlier answers to them.
+        history: Remembers how long answers to them were.
         backlog: Keeps those that the schedule defers.
     """
 
@@ -109,7 +109,7 @@ class PolicyIteration:
     def __post_init__(self) -> None:
         self.log = self.module.iteration_log
         engine = deepcopy(self.collector.engine.state_dict())
-        self.start = IterationStart(self.cursor.position, self.backlog.deferred, self.history.copy(), engine)
+        self.start = IterationStart(self.cursor.position, self.backlog.deferred, self.history.mean_lengths, engine)
         self._first_step = self.trainer.global_step
         self.backlog.note_weights(self._first_step, self.trainer.current_epoch)
 
@@ -141,18 +141,18 @@ class PolicyIteration:
         dynamic, wanted = self.settings.dynamic_sampling, self.settings.prompts_per_iteration // self.trainer.world_size
         informative: list[list[Rollout]] = []
         others: list[list[Rollout]] = []
-        answered, num_begun = Answered(), 0
+        lengths: list[tuple[int, int]] = []
+        num_begun = 0
         for number in range(1 if dynamic is None else dynamic.max_rounds):
             demand = self._demand(number, wanted - len(informative))
             if demand is None:
                 break
             under_way, rollouts = self._roll_out_once(prompts, demand, number, num_begun)
             num_begun += len(under_way.groups)
-            answered.lengths.extend(under_way.lengths)
-            answered.texts.extend(under_way.texts if self.history.settings is not None else ())
+            lengths.extend(under_way.lengths)
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
-        self.history.learn(answered, partial(gather_over_ranks, self.trainer))
+        self.history.learn(lengths, partial(gather_over_ranks, self.trainer))
         groups = [*informative, *others]
         self._show(list(chain.from_iterable(groups)))
         if dynamic is not None:
@@ -192,7 +192,7 @@ class PolicyIteration:
     ) -> tuple[RolloutUnderWay, list[Rollout]]:
         """Roll out under the schedule; return what was rolled out, and the rollouts to learn from."""
         groups, size = self._begin(demand), self.settings.group_size
-        under_way = RolloutUnderWay(self.backlog.schedule, demand, groups, size, self.history.texts)
+        under_way = RolloutUnderWay(self.backlog.schedule, demand, groups, size)
         rollouts = self.collector.collect(
             [prompts[group.prompt] for group in groups],
             self.settings.sampling,

@@ -58,7 +58,7 @@ from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import RolloutSchedule
-from tlt_lightning.schedules.history import AnswerHistory, EarlierAnswers
+from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
@@ -96,7 +96,6 @@ class RolloutDataModule(PolicyDataModule):
         dynamic_sampling: Replace prompts whose responses all earn the same (DAPO), as they teach nothing; None is off.
         schedule: Decides which prompts wait for a later iteration, as TailBatching and PartialRollout do; None is
             SynchronousSchedule, under which none wait.
-        earlier_answers: Keep answers, and draft from them when their prompt is drawn again; None keeps no text.
         sampling: How responses are sampled in training; by default up to 1,024 tokens, or half of a shorter context.
         val_sampling: How responses are sampled in validation and prediction, for example greedily; None is as in
             training. Settings left out take their defaults, not training's values: give `max_tokens`, too.
@@ -127,7 +126,6 @@ class RolloutDataModule(PolicyDataModule):
         inner_epochs: int = 1,
         dynamic_sampling: DynamicSampling | None = None,
         schedule: RolloutSchedule | None = None,
-        earlier_answers: EarlierAnswers | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         val_sampling: Sampling | None = None,
         val_group_size: int = 1,
@@ -140,14 +138,14 @@ class RolloutDataModule(PolicyDataModule):
         self.engine = usual_engine() if engine is None else engine
         self.rewards, self.train, self.val = cast("Any", (rewards, train, val))  # until `_read_arguments`
         self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
-        self.micro_batch_tokens, self.earlier_answers = micro_batch_tokens, earlier_answers
+        self.micro_batch_tokens = micro_batch_tokens
         self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
         self.dynamic_sampling, self.val_group_size = dynamic_sampling, val_group_size
         self.schedule, self.sampling, self.val_sampling = schedule, sampling, val_sampling
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         self.environment, self.turns = environment, turns
         self._read_arguments()
-        self.backlog, self.history = Backlog(schedule), AnswerHistory(earlier_answers)
+        self.backlog, self.history = Backlog(schedule), AnswerHistory()
         self.cursor: PromptCursor | None = None
         self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
@@ -181,7 +179,7 @@ class RolloutDataModule(PolicyDataModule):
         goes_on = is_fit and self.cursor is not None and not begins_run(self._trainer)
         kept = self.state_dict() if goes_on else None  # of the Trainer's last fit
         if is_fit:  # else a run that is validated is saved with what it has deferred
-            self.backlog, self.history = Backlog(self.schedule), AnswerHistory(self.earlier_answers)
+            self.backlog, self.history = Backlog(self.schedule), AnswerHistory()
         self._check(is_fit=is_fit)
         self._read_data(is_fit=is_fit)
         self._make_parts()
@@ -259,7 +257,6 @@ class RolloutDataModule(PolicyDataModule):
             check_rewards(module.objective, self.has_rewards, draws_by_them=self.dynamic_sampling is not None)
             settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
-            self.history.check(self.engine)
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):
@@ -316,7 +313,7 @@ class RolloutDataModule(PolicyDataModule):
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": self.cursor.position if start is None else start.position,
-            "answers": (self.history if start is None else start.history).state_dict(),
+            "mean_lengths": (self.history if start is None else start).mean_lengths,
             "ranks": ranks,
             "settings": self._kept_settings,
         }
@@ -343,7 +340,7 @@ class RolloutDataModule(PolicyDataModule):
             return
         saved, now = state_dict["settings"], self._kept_settings
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
-            self.history.load_state_dict(state_dict["answers"])
+            self.history.mean_lengths = state_dict["mean_lengths"]
             # Environments are not saved: conversations with them begin anew.
             max_tokens = self.sampling.max_tokens if self._environments is None else 0
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=max_tokens)

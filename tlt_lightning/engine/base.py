@@ -99,9 +99,6 @@ class RolloutEngine(ABC):
     speculation: Any = None
     """The `Speculation` by which it drafts, which may be set before `setup`; None if it drafts nothing."""
 
-    reads_drafts = False
-    """True if drafts are looked up in `Request.earlier_answers`."""
-
     @abstractmethod
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
         """Load the engine for a policy, given by path or hub name.

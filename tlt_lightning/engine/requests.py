@@ -28,12 +28,7 @@ def check_requests(
             "seam would be missed. Use `stop_token_ids`."
         )
     prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}.values()  # of a group the same
-    earlier = {id(text): text for request in requests for text in request.earlier_answers}.values()
-    for place, texts in (
-        ("a prompt", prompts),
-        ("an earlier answer", earlier),
-        ("`stop_token_ids`", [sampling.stop_token_ids]),
-    ):
+    for place, texts in (("a prompt", prompts), ("`stop_token_ids`", [sampling.stop_token_ids])):
         ends = {end(text) for text in texts if len(text) for end in (min, max)}
         if beyond := [token for token in ends if not 0 <= token < vocab_size]:
             raise ValueError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tlt_lightning.rollout import Request, Response
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand, RolloutSchedule, SynchronousSchedule
@@ -22,14 +21,12 @@ class RolloutUnderWay:
         demand: What it has to bring.
         groups: What it starts and goes on with.
         group_size: Responses of a group.
-        earlier: Earlier answers by prompt, to draft from.
     """
 
     schedule: RolloutSchedule
     demand: RolloutDemand
     groups: Sequence[PendingGroup]
     group_size: int
-    earlier: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -82,9 +79,6 @@ class RolloutUnderWay:
         """
         if self.chosen is not None and not ahead:
             return []
-        # Beside earlier answers, what has ended of a group that goes on; each response has noise of its own.
-        ended = [[each.token_ids for each in group.responses if not each.is_unfinished] for group in self.groups]
-        texts = [[*self.earlier.get(g.prompt, ()), *more] for g, more in zip(self.groups, ended, strict=True)]
         requests = []
         for i in self.open_ids:
             draw, member = divmod(i, self.group_size)
@@ -96,7 +90,6 @@ class RolloutUnderWay:
                 written=self.responses.get(i),
                 seed=response_seed(draw, member) if has_seeds else None,
                 expected_tokens=self.groups[place].expected_tokens,
-                earlier_answers=texts[place],
             )
             requests.append(request)
         self._asked = {request.id for request in requests}
@@ -128,14 +121,6 @@ class RolloutUnderWay:
     def taken(self) -> list[int]:
         """Ids of the requests to learn from, in order."""
         return [number for place in self.chosen or () for number in self._ids(place)]
-
-    @property
-    def texts(self) -> list[tuple[int, array[int]]]:
-        """Prompt and tokens of each response to learn from."""
-        return [
-            (self.groups[self.place_of(number)].prompt, array("i", self.responses[number].token_ids))
-            for number in self.taken
-        ]
 
     @property
     def lengths(self) -> list[tuple[int, int]]:

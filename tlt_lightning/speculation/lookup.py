@@ -1,4 +1,4 @@
-"""Look drafts up in answers to a prompt, written now or earlier, and choose the most promising."""
+"""Look drafts up in responses to a prompt, and choose the most promising."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRIAL_PERIOD = 64
 
 @dataclass(frozen=True, slots=True)
 class LookupDraft:
-    """Holds a draft, by `ngram`, `sibling` or `earlier`, that was copied from text.
+    """Holds a draft, by `ngram` or `sibling`, that was copied from text.
 
     Args:
         match_length: Tokens of the response's end that the copied text shares.
@@ -84,42 +84,34 @@ class _Text:
 
 
 class LookupDrafter:
-    """Looks up drafts in other responses to the same prompt, in earlier answers to it, and in the response itself.
+    """Looks up drafts in other responses to the same prompt, and in the response itself.
 
     Text is read only for a look-up, so responses cost nothing while speculation is off. What was written meanwhile is
-    read over the steps after speculation is switched on. `siblings` switches look-ups in other responses and in earlier
-    answers on, `ngram` look-ups in the prompt and the response itself.
+    read over the steps after speculation is switched on. `siblings` switches look-ups in other responses on, `ngram`
+    look-ups in the prompt and the response itself.
     """
 
     def __init__(self, *, siblings: bool, ngram: bool) -> None:
         self.indices: dict[Drafter, SuffixIndex] = {}
         if siblings:
-            self.indices |= {"sibling": SuffixIndex(), "earlier": SuffixIndex()}
+            self.indices["sibling"] = SuffixIndex()
         if ngram:
             self.indices["ngram"] = SuffixIndex()
         self.scores = LookupScores()
         self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its responses
-        # Texts of a group that an index holds, as far as they run or are not read to their end.
-        self._members: dict[tuple[Drafter, int], list[_Text]] = {}
+        self._members: dict[int, list[_Text]] = {}  # of a group, as far as they run or are not read to their end
         self._texts: dict[str, _Text] = {}
-        self._read_groups: set[tuple[Drafter, int]] = set()  # in this step
+        self._read_groups: set[int] = set()  # in this step
         self._allowance = READ_PER_STEP
         self._num_mixed = 0
 
-    def add(
-        self,
-        request_id: str,
-        tokens: Sequence[int],
-        num_prompt_tokens: int | None = None,
-        earlier: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def add(self, request_id: str, tokens: Sequence[int], num_prompt_tokens: int | None = None) -> None:
         """Begin a response.
 
         Args:
             request_id: Name of the response's request, new in the rollout.
             tokens: Prompt and what is written of the response, held by reference: the text grows.
             num_prompt_tokens: Tokens of the prompt; None is all there are now.
-            earlier: Answers to the prompt from before; those that its group has already stay.
         """
         prompt = tuple(tokens[:num_prompt_tokens])
         is_first = prompt not in self._groups
@@ -131,13 +123,7 @@ class LookupDrafter:
         }
         text = self._texts[request_id] = _Text(request_id, group, tokens, read, len(prompt))
         if "sibling" in self.indices:
-            self._members.setdefault(("sibling", group), []).append(text)
-            if earlier and ("earlier", group) not in self._members:
-                end = prompt[-MATCH_LENGTHS[0] :]
-                texts = enumerate([*end, *answer] for answer in earlier)
-                self._members["earlier", group] = [
-                    _Text(f"earlier {i}", group, text, {"earlier": 0}) for i, text in texts
-                ]
+            self._members.setdefault(group, []).append(text)
 
     def next_step(self) -> None:
         """Let look-ups read new text again, up to `READ_PER_STEP` tokens."""
@@ -147,8 +133,8 @@ class LookupDrafter:
     def propose(self, request_id: str, strategy: Strategy, num_tokens: int) -> LookupDraft | None:
         """Return the draft of most expected accepted tokens; a mixed step's must beat the head.
 
-        None also where the response has ended. Where `strategy` asks for siblings' drafts, earlier answers and the
-        response itself may draft too, if they are indexed, but not the other way round.
+        None also where the response has ended. Where `strategy` asks for siblings' drafts, the response itself may
+        draft, too, if it is indexed, but not the other way round.
         """
         text = self._texts.get(request_id)
         if text is None:
@@ -183,12 +169,11 @@ class LookupDrafter:
             held.clear()
 
     def _read_for(self, text: _Text, drafter: Drafter) -> None:
-        place = drafter, text.group
         if drafter == "ngram":
             self._read(text, drafter)
-        elif place not in self._read_groups:
-            self._read_groups.add(place)
-            members = self._members.get(place, [])
+        elif text.group not in self._read_groups:
+            self._read_groups.add(text.group)
+            members = self._members[text.group]
             for member in members:
                 self._read(member, drafter)
             members[:] = [m for m in members if m.request_id in self._texts or len(m.tokens) > m.read[drafter]]

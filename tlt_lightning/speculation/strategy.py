@@ -7,15 +7,13 @@ from typing import Any, Literal
 
 from tlt_lightning.arguments import CountOrZero, check_argument, checked
 
-Drafter = Literal["earlier", "learned", "mixed", "ngram", "sibling"]
+Drafter = Literal["learned", "mixed", "ngram", "sibling"]
 """Drafters, each with what it drafts from:
 
 ========= ==========================================================================================================
 learned   the head
 ngram     look-ups in the prompt and the response itself
-earlier   look-ups in earlier answers to the same prompt; part of `sibling`, and chosen by no selector
-sibling   look-ups in other responses to the same prompt and in earlier answers, and in the response itself where
-          `ngram` is there too
+sibling   look-ups in other responses to the same prompt, and in the response itself where `ngram` is there too
 mixed     the head, and in its place look-ups wherever they are expected to be accepted more often
 ========= ==========================================================================================================
 """

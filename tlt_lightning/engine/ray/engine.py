@@ -54,7 +54,7 @@ class RayEngine(RolloutEngine):
         self.engine, self.num_engines, self.address = engine, num_engines, address
         self.gpus_per_engine = gpus_per_engine
         self.can_stop, self.seeds_requests = engine.can_stop, engine.seeds_requests
-        self.updates_running, self.reads_drafts = engine.updates_running, engine.reads_drafts
+        self.updates_running = engine.updates_running
         self._fleet: Fleet | None = None
         self._sampling: Sampling | None = None  # of the last `generate`
         self._disconnect: Callable[[], None] | None = None

@@ -84,7 +84,6 @@ class VLLMEngine(RolloutEngine):
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self.gpu_memory_utilization, self.kv_cache_gib = gpu_memory_utilization, kv_cache_gib
         self.enforce_eager, self.sleeps = enforce_eager, sleep
-        self.reads_drafts = speculation is not None and speculation.siblings
         self.quantization = quantization if isinstance(quantization, Quantization) else Quantization(quantization)
         self.speculation: Speculation | None = speculation
         self.num_ranks, self.kv_on_update = tensor_parallel, kv_on_update

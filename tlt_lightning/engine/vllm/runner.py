@@ -151,7 +151,7 @@ class SpeculativeRunner(ABC):
     def add(self, request: Request, request_id: str, tokens: Sequence[int]) -> None:
         """Begin the response to a request of this name; `tokens` grows while it is written."""
         if (lookups := self.controller.lookups) is not None:
-            lookups.add(request_id, tokens, len(request.prompt_ids), request.earlier_answers)
+            lookups.add(request_id, tokens, len(request.prompt_ids))
         self.verified[request_id] = self.verified_for[str(request.id)] = []
 
     def end_rollout(self) -> None:

@@ -32,8 +32,7 @@ from tlt_lightning.environments.turns import Turns
 from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
 from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
-from tlt_lightning.speculation.lookup import LookupScores
-from tlt_lightning.speculation.strategy import Drafter, Strategy
+from tlt_lightning.speculation.strategy import Drafter
 
 pytestmark = pytest.mark.vllm
 
@@ -276,29 +275,6 @@ def test_stopped_and_continued_texts_are_as_likely_as_they_should_be(setup: Setu
         assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
         for response in responses:
             assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
-
-
-def test_texts_drafted_from_earlier_answers_are_as_likely_as_they_should_be(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "sibling" not in setup.drafters:
-        pytest.skip("nobody looks up")
-    sampling = Sampling(max_tokens=HORIZON)
-    logps = text_logps(setup.policy, sampling)
-    cycle(setup, None)
-    earlier = [[*response.token_ids] for response in draw(setup, sampling, 7) if len(response.token_ids) > 1][:32]
-    setup.selector.script = lambda state: Strategy(3, "sibling")
-    monkeypatch.setattr(LookupScores, "expected", lambda scores, source, _: source[0] == "earlier")
-    requests = [
-        Request(id=i, prompt_ids=PROMPT, seed=seed_of(8, i), earlier_answers=earlier) for i in range(2 * NUM_DRAWS)
-    ]
-    responses = list(setup.engine.generate(requests, sampling, seed=8))
-    assert sum(drafter == "earlier" for response in responses for _, drafter, _, _ in response.drafts) > NUM_DRAWS / 4
-    least = NUM_DRAWS / (64 if torch.cuda.is_available() else 16)  # V2 looks up without a text's last tokens: 19 there
-    assert sum(response.num_kept.get("earlier", 0) for response in responses) > least
-    assert chi_square_p(Counter(tuple(r.token_ids) for r in responses), probabilities_of(logps)) > 1e-4
-    for response in responses:
-        assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
 
 
 class Repeating:

@@ -134,7 +134,7 @@ def test_cache_counts_and_texts_are_right_where_some_wait_and_some_are_set_back(
         assert len(response.logps) == 300
 
 
-def test_a_continued_response_drafts_for_its_siblings_and_earlier_answers_for_all(setup: Setup) -> None:
+def test_a_continued_response_drafts_for_its_siblings_alone(setup: Setup) -> None:
     setup.selector.script = lambda state: Strategy(3, "sibling")
     first = Request(id=0, prompt_ids=PROMPTS[0], max_tokens=80)
     other = Request(id=1, prompt_ids=PROMPTS[0], max_tokens=40)
@@ -145,11 +145,6 @@ def test_a_continued_response_drafts_for_its_siblings_and_earlier_answers_for_al
     for request in (other, replace(other, prompt_ids=PROMPTS[1])):
         found = {r.request_id: r for r in setup.engine.generate([again, request], GREEDY, seed=0)}
         assert (found[1].num_kept.get("sibling", 0) > 20) is (request is other)
-    told = replace(other, earlier_answers=[[*written[0].token_ids]])
-    (response,) = setup.engine.generate([told], GREEDY, seed=0)
-    assert response.num_kept["earlier"] > 20
-    (response,) = setup.engine.generate([other], GREEDY, seed=0)
-    assert "earlier" not in response.num_kept  # they are those of the rollout alone
 
 
 @pytest.mark.parametrize("draws_by_position", [False, True])
