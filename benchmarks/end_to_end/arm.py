@@ -150,7 +150,7 @@ def speculation_of(arm: str, head: str | None, work: Work) -> Speculation | None
         return None
     if arm == "siblings":
         return Speculation(siblings=True, selector=CostModelSelector(drafters=("sibling",)))
-    has_siblings = arm == "random-siblings"
+    has_siblings = arm.endswith("-siblings")
     return Speculation(
         head=head if arm == "frozen" else None,
         cold_head=arm != "frozen",  # the callback that trains the head brings it
@@ -167,18 +167,20 @@ def callbacks_of(arm: str, head: str | None, work: Work) -> list[L.Callback]:
     """
     if arm == "frozen" and work.lengths is None:
         return [PolicyDrift()]
-    if arm not in ("adaptive", "random", "random-siblings"):
+    is_random = arm.startswith("random")
+    if arm != "adaptive" and not is_random:
         return []
+    from tlt_lightning.drafter.architectures.dspark import DSpark
     from tlt_lightning.drafter.module import DrafterModule
     from tlt_lightning.long_tail.callback import LongTailIdleCallback
 
-    is_random = arm.startswith("random")
     drafter = DrafterModule(
         work.policy,
         head=None if is_random else head,
         optimizer=None
         if is_random
         else lambda parameters: torch.optim.AdamW(parameters, lr=work.drafter_lr, weight_decay=0.0),
+        architecture=DSpark() if "block" in arm else None,
     )
     return [LongTailIdleCallback(drafter, pack_tokens=work.pack_tokens), PolicyDrift()]
 

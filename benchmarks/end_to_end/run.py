@@ -6,12 +6,13 @@
 
 `--tiny` runs everything on a CPU with the quickstart's policy. Arms: the `plain` engine; `siblings`; a `frozen` head;
 an `adaptive` one, trained along; an adaptive one from `random` weights, alone or beside siblings as in
-recipes/adaptive_drafter.yaml (`random-siblings`); `trl`, GRPOTrainer with colocated vLLM and no speculation; in mode
-`natural` also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`; `+recompute`
-and `+keep` take weights amid the writing, at most an iteration ahead, in an engine that does not sleep; `+ray0`, `1`,
-`2` and `4` train on half of `--devices` and write on the others, at most so many iterations ahead. In mode
-`replay` all arms write responses of the same recorded lengths; the first plain run records them. In mode `natural` end
-tokens decide, over `--seeds`: reward at equal steps and at equal time.
+recipes/adaptive_drafter.yaml (`random-siblings`); where asked for, a DSpark head in the place of these, on a GPU alone
+(`random-block`, `random-block-siblings`); `trl`, GRPOTrainer with colocated vLLM and no speculation; in mode `natural`
+also `plain`, `siblings` and `frozen` with a schedule, as in `plain+tail` and `frozen+partial`; `+recompute` and `+keep`
+take weights amid the writing, at most an iteration ahead, in an engine that does not sleep; `+ray0`, `1`, `2` and `4`
+train on half of `--devices` and write on the others, at most so many iterations ahead. In mode `replay` all arms write
+responses of the same recorded lengths; the first plain run records them. In mode `natural` end tokens decide, over
+`--seeds`: reward at equal steps and at equal time.
 
 Each run has a process of its own. What is finished is on disk, and `--previous` goes on from it; on several GPUs, start
 a command for each with seeds and a `--name` of its own, and let one without `--modes` join their files.
@@ -41,6 +42,7 @@ from benchmarks.end_to_end.work import SETTINGS, Diary, Work
 from benchmarks.peers.trl_grpo import run_peer
 
 ARMS = ("plain", "siblings", "frozen", "adaptive", "random", "random-siblings", "trl")
+BLOCKS = ("random-block", "random-block-siblings")
 WITH_HEAD = ("frozen", "adaptive")
 SCHEDULES = ("tail", "partial", "recompute", "keep", "ray0", "ray1", "ray2", "ray4")
 SCHEDULED = tuple(f"{arm}+{name}" for arm in ("plain", "siblings", "frozen") for name in SCHEDULES)
@@ -230,8 +232,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = sized_parser_of(__doc__)
     parser.add_argument("--name", help="of the result files; the size by default")
     parser.add_argument("--draft-sampling", choices=["greedy", "probabilistic"], default="greedy", help="of heads")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="arms of mode replay")
-    parser.add_argument("--natural-arms", nargs="+", choices=(*ARMS, *SCHEDULED), help="arms of mode natural")
+    parser.add_argument("--arms", nargs="+", choices=(*ARMS, *BLOCKS), help="arms of mode replay")
+    parser.add_argument("--natural-arms", nargs="+", choices=(*ARMS, *BLOCKS, *SCHEDULED), help="arms of mode natural")
     parser.add_argument("--modes", nargs="*", choices=["replay", "natural"], default=["replay", "natural"])
     parser.add_argument("--seeds", nargs="+", type=int, help="mode replay takes the first; `--seed` and the next two")
     parser.add_argument("--iterations", type=int, default=12, help="of each run of mode replay, warm-up included")

@@ -107,10 +107,25 @@ def test_a_random_head_learns_even_where_a_padded_one_must_not_move(size: str) -
     from benchmarks.end_to_end.arm import callbacks_of
 
     rates = []
-    for arm in ("adaptive", "random"):
+    for arm in ("adaptive", "random", "random-block"):
         callback, _ = callbacks_of(arm, None, tiny_work(**SETTINGS[size]))
         rates.append(callback.drafter.optimizer([torch.zeros(2, 2, requires_grad=True)]).param_groups[0]["lr"])
-    assert rates == [1e-9 if size == "7b" else 3e-4, 0.03]
+    assert rates == [1e-9 if size == "7b" else 3e-4, 0.03, 0.03]
+
+
+@pytest.mark.parametrize("ending", ["", "-siblings"])
+def test_an_arm_of_blocks_differs_from_that_of_eagle_3_by_its_head_alone(ending: str) -> None:
+    from benchmarks.end_to_end.arm import callbacks_of, speculation_of
+
+    made, heads = [], []
+    for arm in (f"random{ending}", f"random-block{ending}"):
+        speculation = speculation_of(arm, None, tiny_work())
+        assert speculation is not None
+        made.append((speculation.drafters, speculation.selector.arms(1), speculation.cold_head))
+        (callback,) = (each for each in callbacks_of(arm, None, tiny_work()) if hasattr(each, "drafter"))
+        heads.append(type(callback.drafter.architecture).__name__)
+    assert made[0] == made[1]
+    assert heads == ["Eagle3", "DSpark"]
 
 
 def test_a_head_beside_siblings_is_chosen_among_the_drafters_of_the_recipe() -> None:
