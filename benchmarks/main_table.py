@@ -67,11 +67,12 @@ def steps_of(out: Path, *, tiny: bool) -> dict[str, Step]:
         }
     rollout = ["rollout", "--size", "7b", "--kv-gib", "8", "--repeats", "2", "--parts", "core", "others", "stock"]
     after = [*rollout, "fp8", "--resume", f"{out}/rollout_7b.json", "--arms", "plain"]
+    target = ["target", "--parts", "policy", "head"]
     runs = ["end_to_end", "--size", "25m", "--draft-sampling", "probabilistic", "--seeds", "0", "--warmup", "1"]
     replay = [*runs, "--modes", "replay", "--lengths", "benchmarks/results/end_to_end_25m.json", "--iterations", "4"]
     cold = [*runs, "--modes", "natural", "--natural-arms", "plain", "random-siblings", "--natural-iterations", "12"]
     return {
-        "target": Step(["target", "--seconds", "60", "--head-seconds", "60"], 300, "target"),
+        "target": Step([*target, "--seconds", "60", "--head-seconds", "60"], 300, "target"),
         "pad": Step(["pad_to_7b"], 90, "widen"),
         "rollout": Step([*rollout, "--arms", "plain", STOCK[0], OURS[0]], 260, "rollout_7b"),
         "sampled": Step([*after, STOCK[1], OURS[1]], 220, "rollout_7b"),

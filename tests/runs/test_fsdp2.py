@@ -33,7 +33,7 @@ def run(out: Path, *arguments: str, num_ranks: int = 2) -> list[dict[str, Any]]:
 
 def weights(out: Path, rank: int = 0) -> dict[str, torch.Tensor]:
     """Return what an engine gets: under `fsdp2` in the type that is computed with."""
-    found = torch.load(out / f"weights{rank}.pt", weights_only=True)
+    found = torch.load(out / f"weights{rank}.pt", map_location="cpu", weights_only=True)
     return {name: tensor.float() for name, tensor in found.items()}
 
 
