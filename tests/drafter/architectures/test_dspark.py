@@ -91,15 +91,16 @@ def test_a_pack_of_a_prompt_alone_is_judged_by_nothing(drafter: DrafterModule) -
     assert drafter.loss(batch)[0] == 0
 
 
-@pytest.mark.parametrize(("anchors", "used"), [(512, 98), (50, 49), (10, 10)])
+@pytest.mark.parametrize(("anchors", "used"), [(512, 98), (60, 60), (10, 10)])
 def test_a_training_step_drafts_from_entries_at_even_distances(policy_path: str, anchors: int, used: int) -> None:
     drafter = dspark(policy_path, anchors=anchors)
     batch = alone(random_sequence(120, 21), 128)
     assert batch.loss_mask.sum() == 98
     rows = drafter.architecture.sample(batch)
     assert rows is not None
-    stride = -(-98 // anchors)
-    assert rows[:used].tolist() == list(range(20, 118, stride))
+    gaps = torch.cat([rows[:used], torch.tensor([118])]).diff()
+    assert rows[0] == 20
+    assert {*gaps.tolist()} <= {98 // used, -(-98 // used)}
     assert len(rows) == min(128, anchors)
     loss, metrics = drafter.loss(batch)
     assert loss.isfinite()

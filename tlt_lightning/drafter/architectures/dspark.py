@@ -105,8 +105,8 @@ class DSpark(DraftArchitecture):
         in every pack, so that its other entries get their turn.
         """
         counts = batch.loss_mask[0]
-        stride = (counts.sum() / self.anchors).ceil().clamp(min=1)
-        chosen = counts & ((counts.cumsum(0) - 1) % stride == 0)
+        number = (counts.cumsum(0) - 1) * self.anchors // counts.sum().clamp(min=self.anchors)
+        chosen = number.diff(prepend=number.new_full((1,), -1)) > 0
         return chosen.byte().argsort(descending=True, stable=True)[: self.anchors]
 
     @override
