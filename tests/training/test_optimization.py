@@ -194,3 +194,12 @@ def test_a_policy_in_two_groups_is_clipped_by_one_norm_and_its_critic_by_another
     clip_networks(optimizer, critic, 1.0, None)
     for network in (policy, critic):
         assert float(total_norm([p.grad for p in network.parameters() if p.grad is not None])) == pytest.approx(1.0)
+
+
+def test_gradients_are_clipped_by_value_also_where_a_network_has_none() -> None:
+    policy, critic = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*policy.parameters(), *critic.parameters()])
+    policy.weight.grad = torch.full_like(policy.weight, 7.0)
+    for network in (critic, None):
+        clip_networks(optimizer, network, 1.0, "value")
+    assert policy.weight.grad.unique().tolist() == [1.0]

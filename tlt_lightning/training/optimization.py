@@ -108,9 +108,10 @@ def clip_networks(optimizer: Optimizer, critic: nn.Module | None, value: float, 
     """Clip the policy's gradient by its norm over all groups, the critic's by its own: it must not shrink the other."""
     clip = nn.utils.clip_grad_value_ if algorithm == "value" else nn.utils.clip_grad_norm_
     of_critic = set() if critic is None else {id(parameter) for parameter in critic.parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
     for is_critic in (False, True):
-        clip([parameter for parameter in parameters if (id(parameter) in of_critic) is is_critic], value)
+        if own := [parameter for parameter in parameters if (id(parameter) in of_critic) is is_critic]:
+            clip(own, value)
 
 
 def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
