@@ -50,10 +50,13 @@ class Bench:
         self.engine.setup(setup.policy, max_model_len=setup.max_model_len, seed=setup.seed)
         files = sorted(Path(setup.policy).glob("*.safetensors"))
         self.engine.update_weights((item for file in files for item in load_file(file).items()), version=0)
-        self.engine.warm_up()
         self.start_seconds = time.perf_counter() - began
-        lengths = warm_up_lengths(setup.num_requests, setup.max_tokens)
-        for _ in self.engine.generate(setup.requests(lengths), setup.sampling, seed=1):
+
+    def warm_up(self) -> None:
+        """Let selectors measure steps, then go through all strategies at all batch sizes; others must stand still."""
+        self.engine.warm_up()
+        lengths = warm_up_lengths(self.setup.num_requests, self.setup.max_tokens)
+        for _ in self.engine.generate(self.setup.requests(lengths), self.setup.sampling, seed=1):
             pass
 
     def rollout(self, arm: str, lengths: list[int] | None, seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -110,18 +111,21 @@ class Engines:
         self._live: dict[str, EngineProcess] = {}
 
     def need(self, kinds: Iterable[str]) -> None:
-        """Start missing engines together, close the others, and wait: starts disturb timing."""
+        """Start missing engines together, close the others, wait, and warm each up by itself: starts disturb timing."""
         kinds = list(kinds)
+        missing = [kind for kind in kinds if kind not in self._live]
         for kind in [kind for kind in self._live if kind not in kinds]:
             self._live.pop(kind).close()
-        for kind in kinds:
-            if kind not in self._live:
-                self._live[kind] = EngineProcess(self.setup, kind, self.table)
+        for kind in missing:
+            self._live[kind] = EngineProcess(self.setup, kind, self.table)
         for kind in kinds:
             try:
                 self.descriptions[kind] = self._live[kind].ready()
             except EngineError as error:
                 print(f"The {kind} engine did not start:\n{error}", flush=True)
+        for kind in missing:
+            with suppress(EngineError):  # which its calls raise
+                self._live[kind].call("warm_up")
 
     def get(self, kind: str) -> EngineProcess:
         """Return a live engine; its calls raise EngineError if it failed."""

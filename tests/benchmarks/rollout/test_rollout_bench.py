@@ -36,6 +36,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 def bench_of(setup: Setup, kind: str, table: tuple[tuple[int, int, int], ...] = ()) -> Iterator[Bench]:
     bench = Bench(setup, kind, table)
     try:
+        bench.warm_up()
         yield bench
     finally:
         bench.close()
