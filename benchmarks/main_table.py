@@ -115,7 +115,7 @@ def rollout_rows(results: dict[str, Any]) -> list[Row]:
     plain = seconds.get("plain", [])
     stock = min((seconds[name] for name in STOCK if name in seconds), key=statistics.median, default=[])
     rows = ratio("rollout, vLLM's own EAGLE-3 at its best K", stock, plain, "plain vLLM", model)
-    for name in seconds.keys() - {"plain", *STOCK}:
+    for name in [name for name in seconds if name not in ("plain", *STOCK)]:
         rows += ratio(f"rollout, {name}", seconds[name], plain, "plain vLLM", model)
     return rows + ratio("rollout, adaptive", seconds.get("adaptive", []), stock, "vLLM's own EAGLE-3", model)
 
@@ -129,7 +129,7 @@ def iteration_rows(results: dict[str, Any]) -> list[Row]:
     }
     rows, model = [], MODELS.get(results["size"], MODELS["25m"])  # a step has a name of its own
     for baseline, name in (("plain", "the same without a head"), ("trl", "TRL 1.16 with colocated vLLM")):
-        for arm in seconds.keys() - {baseline, "plain", "trl"}:
+        for arm in [arm for arm in seconds if arm not in (baseline, "plain", "trl")]:
             rows += ratio(f"iteration, {arm}", seconds[arm], seconds.get(baseline, []), name, model)
     return rows
 
