@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 4096  # of blocks that are measured together
 def head_config(kind: str, policy: str, target: Any, num_layers: int, block_size: int) -> Any:
     """Configure a head of `num_layers` layers as wide as the `target`'s, its policy's configuration.
 
-    The mask is the target's padding token, or one that ends texts: its embedding stays as the policy has it.
+    The mask is a token that ends the target's texts, or padding: its embedding stays as the policy has it.
     """
     from speculators import SpeculatorsConfig, VerifierConfig
     from speculators.models.dflash import DFlashSpeculatorConfig
@@ -54,7 +54,7 @@ def head_config(kind: str, policy: str, target: Any, num_layers: int, block_size
         draft_vocab_size=target.vocab_size,
         block_size=block_size,
         aux_hidden_state_layer_ids=list(choose_layer_ids(target.num_hidden_layers)),
-        mask_token_id=target.eos_token_id if target.pad_token_id is None else target.pad_token_id,
+        mask_token_id=target.pad_token_id if target.eos_token_id is None else target.eos_token_id,
         sample_from_anchor=False,
         sliding_window_non_causal=True,  # by which vLLM lets the rows of a block see each other in every layer
         speculators_config=SpeculatorsConfig(

@@ -134,6 +134,13 @@ def test_a_block_drafts_no_more_than_its_rows(policy_path: str) -> None:
         DrafterModule(policy_path, architecture=DSpark(block_size=BLOCK), num_draft_tokens=5)
 
 
+def test_its_masks_are_a_token_whose_embedding_the_policy_learns(drafter: DrafterModule) -> None:
+    head: Any = drafter.head
+    unlearned = drafter.target_config.pad_token_id
+    assert head.embed_tokens.weight[unlearned].count_nonzero() == 0
+    assert head.embed_tokens.weight[head.mask_token_id].count_nonzero() > 0
+
+
 @pytest.mark.vllm
 def test_vllm_lets_the_rows_of_a_block_see_each_other_as_in_training(drafter: DrafterModule, tmp_path: Path) -> None:
     from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal

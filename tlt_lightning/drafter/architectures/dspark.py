@@ -70,13 +70,14 @@ class DSpark(DraftArchitecture):
         assert self.most_drafts is not None
         layers = Qwen3Config(num_hidden_layers=self.num_layers, **layer_settings(target))
         layers._attn_implementation = "sdpa"
-        unused = target.eos_token_id if target.pad_token_id is None else target.pad_token_id
+        # A policy learns the embedding of its ends. Padding's may be zeros, and such a row asks all others alike.
+        mask = target.pad_token_id if target.eos_token_id is None else target.eos_token_id
         config = DSparkSpeculatorConfig(
             transformer_layer_config=layers,
             draft_vocab_size=settings.draft_vocab_size,
             block_size=self.most_drafts + 1,
             aux_hidden_state_layer_ids=list(settings.layer_ids),
-            mask_token_id=unused[0] if isinstance(unused, list) else unused or 0,  # no text goes on behind it
+            mask_token_id=mask[0] if isinstance(mask, list) else mask or 0,  # no text goes on behind it
             sample_from_anchor=False,
             sliding_window_non_causal=True,  # else vLLM lets no row of a block see later ones
             markov_rank=self.markov_rank,
