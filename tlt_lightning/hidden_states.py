@@ -149,8 +149,8 @@ class HiddenStateTap:
 class BatchTap:
     """Gathers an iteration's texts from its micro-batches' forward passes, each row once.
 
-    The first pass over a row gives its states: the log-prob pass, or the update's own. Both see the policy from before
-    the update, because only an iteration of one step has no log-prob pass.
+    The first pass over a row gives its states: the log-prob pass, or the update's own where there is none. That sees
+    the policy from before the update, but under an asynchronous schedule the later steps' rows amid it.
 
     Args:
         model: The policy.

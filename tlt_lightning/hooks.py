@@ -60,10 +60,11 @@ class RolloutCallback(L.Callback):
         """
 
     def on_hidden_states(self, trainer: L.Trainer, pl_module: L.LightningModule, texts: Sequence[PolicyText]) -> None:
-        """Read the texts that `pl_module.hidden_state_request` asked for, states from before the update.
+        """Read the texts that `pl_module.hidden_state_request` asked for, with their states.
 
-        It is None until a callback sets it, in `on_rollout_start` at the latest, to a `HiddenStateRequest`; nothing
-        calls this hook before.
+        They are from before the update; under an asynchronous schedule those of its later steps are from amid it.
+        The request is None until a callback sets it, in `on_rollout_start` at the latest, to a `HiddenStateRequest`;
+        nothing calls this hook before.
         """
 
     def on_weights_synced(self, trainer: L.Trainer, pl_module: L.LightningModule, version: int) -> None:
