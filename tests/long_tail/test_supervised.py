@@ -1,5 +1,6 @@
 """A drafter that learns along with supervised fine-tuning."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tlt_lightning import (
     TransformersEngine,
     export_policy,
 )
+from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.supervised import SupervisedDrafterCallback
 from tlt_lightning.objectives import SFT
 
@@ -67,6 +69,18 @@ def test_a_resumed_run_ends_with_the_same_head(run: Any, tmp_path: Path) -> None
     torch.testing.assert_close(resumed.training.weights(), whole.training.weights(), atol=0, rtol=0)
     heads = [load_file(folder / "drafter/final/model.safetensors") for folder in (root, tmp_path)]
     torch.testing.assert_close(*heads, atol=0, rtol=0)
+
+
+def test_seconds_of_a_decision_are_the_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = make_callback()
+    callback.passes = 0.01
+    monkeypatch.setattr(DrafterPublisher, "publish_if_better", lambda self: time.sleep(3))
+    texts = SupervisedDataModule(
+        train=PromptSource(path=str(ASSETS / "searches.jsonl")), batch_size=4, steps_per_epoch=1
+    )
+    metrics = Metrics()
+    make_trainer(tmp_path, callback, metrics, max_epochs=1).fit(RLModule(POLICY, SFT()), texts)
+    assert metrics.rows[0]["time/drafter"] > 3
 
 
 def test_a_drafter_of_another_policy_or_without_texts_is_refused(tmp_path: Path, policy_path: str) -> None:

@@ -206,7 +206,7 @@ class DrafterPublisher:
         if self.trainer.drafter.head_path is None and not self.version:
             log.warning(
                 "There is no head to write to %s: the drafter began with random weights, and was not trained enough to "
-                "be used. Train for more iterations, or with a larger `budget`.",
+                "be used. Train for more iterations, or with a larger `budget` (on given texts `passes`).",
                 folder / "final",
             )
             return

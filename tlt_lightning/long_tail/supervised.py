@@ -66,9 +66,11 @@ class SupervisedDrafterCallback(DrafterCallback):
     @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Keep what the epoch before has taught, if it drafts better."""
+        pl_module.iteration_log.lap("other")
         self.drafter.refresh_target(pl_module.policy)  # a resumed run's drafter has read that of the beginning
         if (decision := self.publisher.publish_if_better()) is not None:
             pl_module.iteration_log.update(decision.metrics())
+        pl_module.iteration_log.lap("drafter")
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
