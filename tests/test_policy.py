@@ -247,6 +247,12 @@ def test_merged_weights_beside_their_adapter_are_refused(policy_path: str, tmp_p
         load_policy(str(folder))
 
 
+@pytest.mark.parametrize("target", [["q_proj", "v_prjo"], ["norm"], "q_proj"])
+def test_adapters_of_layers_that_are_not_there_are_refused(target: str | list[str], policy_path: str) -> None:
+    with pytest.raises(ValueError, match=r"`lora\.target_modules` .* cannot be adapted: .*v_proj\], or 'all-linear'"):
+        load_shapes(policy_path, LoRA(target_modules=target))
+
+
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "embed_tokens"], ["lm_head", "embed_tokens"], ".*_head"])
 def test_adapters_of_head_and_embedding_are_streamed_or_refused_where_these_are_one_tensor(
     target: str | list[str], tmp_path: Path

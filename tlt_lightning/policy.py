@@ -143,7 +143,18 @@ def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedMod
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    adapted: Any = get_peft_model(model, config)
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
+    unknown = [each for each in asked if not any(layer.endswith(f".{each}") for layer in layers)]
+    try:
+        if unknown:  # over some of several PEFT passes
+            raise ValueError(f"no layer is called {', '.join(unknown)}.")
+        adapted: Any = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(
+            f"`lora.target_modules` {lora.target_modules!r} cannot be adapted: {error} Give the ends of layers' names "
+            "in a list, as [q_proj, v_proj], or 'all-linear'; another text is a pattern of whole names."
+        ) from error
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     if shared := [name for name, layer in _adapters(adapted).items() if uses[id(_adapted_weight(layer))] > 1]:
         raise ValueError(
