@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import tlt_lightning
 from tlt_lightning.__main__ import COMMANDS, HELP, main, sentence_of
 from tlt_lightning.commands.advice import close_options
 from tlt_lightning.commands.cli import follow_root, run_cli, run_drafter_cli
+from tlt_lightning.objectives import GSPO, PPO, RLOO, DrGRPO
 from tlt_lightning.rewards import exact_match
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +181,31 @@ def test_a_path_and_functions_alone_are_prompts_and_rewards_as_in_python(policy_
     words += [f"--data.train={prompts_path}", "--data.rewards=[tlt_lightning.rewards.exact_match]"]
     data = run_cli(words, run=False).datamodule
     assert (data.train.path, data.rewards[0].function) == (prompts_path, exact_match)
+
+
+@pytest.mark.parametrize("by_recipe", [True, False])
+def test_an_objective_or_a_schedule_in_the_place_of_another_is_itself(
+    by_recipe: bool, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    """And keeps what was set of the one before, if it has that, too."""
+    recipe, words = tmp_path / "before.yaml", options(policy_path, prompts_path, tmp_path)
+    recipe.write_text(
+        "model: {objective: {class_path: GRPO, init_args: {entropy_coef: 0.5}}}\n"
+        "data: {schedule: {class_path: PartialRollout, init_args: {}}}"
+    )
+    for made in (RLOO(), GSPO(), DrGRPO(), PPO()):
+        objective, schedule = type(made).__name__, "AsyncRollout"
+        overlay = tmp_path / f"{objective}.yaml"
+        overlay.write_text(
+            f"model: {{objective: {{class_path: {objective}}}}}\ndata: {{schedule: {{class_path: {schedule}}}}}"
+        )
+        chosen = (
+            ["-c", str(overlay)] if by_recipe else [f"--model.objective={objective}", f"--data.schedule={schedule}"]
+        )
+        assert run_cli([*words, *chosen, "--model.critic={}"], run=False).model.objective == made
+        cli = run_cli([*words, "-c", str(recipe), *chosen, "--model.critic={}"], run=False)
+        assert cli.model.objective == replace(made, entropy_coef=0.5)
+        assert cli.datamodule.schedule.extra is None
 
 
 def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
@@ -150,10 +150,39 @@ def _options(parser: LightningArgumentParser) -> set[str]:
     return options
 
 
+@contextmanager
+def settings_of_one_class() -> Iterator[None]:
+    """Let a class take over what was set of one that it replaces, and not what that had by default.
+
+    jsonargparse fills in defaults before it hears of the other class, and keeps all that this one takes, too: RLOO in
+    the place of GRPO would be GRPO but for its name.
+    """
+    discard = _typehints.discard_init_args_on_class_path_change
+
+    def discard_defaults(now_parser: Any, before: Any, now: Any) -> None:
+        if isinstance(before, Namespace) and before.class_path != now["class_path"] and "init_args" in before:
+            defaults = _typehints.ActionTypeHint.get_class_parser(before.class_path, {}).get_defaults()
+            for name, value in list(before.init_args.items(branches=True, nested=False)):
+                if value == defaults.get(name):
+                    before.init_args.pop(name)
+        discard(now_parser, before, now)
+
+    _typehints.discard_init_args_on_class_path_change = discard_defaults
+    try:
+        yield
+    finally:
+        _typehints.discard_init_args_on_class_path_change = discard
+
+
 class _CLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.default_config_files = [str(Path(__file__).with_name("defaults.yaml"))]
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        with settings_of_one_class():
+            super().parse_arguments(parser, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CLI:
         # A callback that averages weights copies the module, whose `optimizer` holds this, and with it the whole run.
