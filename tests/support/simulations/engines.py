@@ -4,7 +4,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from statistics import mean
 from typing import Literal
 
@@ -39,11 +39,24 @@ def draw_lengths(
 
 
 class Engine:
-    """Decodes some requests; `running` counts the tokens of each, `now` the seconds."""
+    """Decodes requests: `running` has the step in which each ends, `step` is the last one, done at `now` seconds."""
 
     def __init__(self) -> None:
         self.running: dict[int, int] = {}
-        self.now = 0.0
+        self.step, self.now = 0, 0.0
+
+    def look_ahead(self) -> None:
+        """Find the step in which the next of its responses ends, and the second."""
+        self.next_step = min(self.running.values(), default=self.step)
+        self.next_end = self.now + (self.next_step - self.step) * step_ms(max(1, len(self.running))) / 1e3
+
+    def advance(self) -> list[int]:
+        """Decode until then; return what has ended."""
+        self.step, self.now = self.next_step, self.next_end
+        ended = [i for i, step in self.running.items() if step == self.step]
+        for i in ended:
+            del self.running[i]
+        return ended
 
 
 class Rollout:
@@ -76,33 +89,27 @@ class Rollout:
             self._sort(number, order)
         queues = [self._queue(engine) for engine in self.engines]
         for _, queue, engine in sorted((i, q, e) for e, q in enumerate(queues) for i in range(room)):  # in turns
-            if self.waiting[queue]:
-                self.engines[engine].running[self.waiting[queue].pop(0)] = 0
+            self._fill(self.engines[engine], queue, len(self.engines[engine].running) + 1)
+        for engine in self.engines:
+            engine.look_ahead()
         while busy := [engine for engine in self.engines if engine.running]:
-            engine = min(busy, key=self._end)
-            self._advance(engine)
+            engine = min(busy, key=lambda each: each.next_end)
             queue = self._queue(engine)
-            self._sort(queue, order)
-            while self.waiting[queue] and len(engine.running) < room:
-                engine.running[self.waiting[queue].pop(0)] = 0
+            for i in engine.advance():
+                self.orders[queue].end(i // SIZE, self.lengths[i])
+            if order == "expected" and self.waiting[queue]:
+                self._sort(queue, order)
+            self._fill(engine, queue, room)
+            engine.look_ahead()
         return max(engine.now for engine in self.engines)
 
     def _queue(self, engine: Engine) -> int:
         return self.engines.index(engine) % len(self.waiting)
 
-    def _left(self, engine: Engine) -> int:
-        return min(self.lengths[i] - tokens for i, tokens in engine.running.items())
-
-    def _end(self, engine: Engine) -> float:
-        return engine.now + self._left(engine) * step_ms(len(engine.running)) / 1e3
-
-    def _advance(self, engine: Engine) -> None:
-        """Decode until the first of the engine's responses ends."""
-        tokens, engine.now = self._left(engine), self._end(engine)
-        for i in [*engine.running]:
-            engine.running[i] += tokens
-            if engine.running[i] == self.lengths[i]:
-                self.orders[self._queue(engine)].end(i // SIZE, engine.running.pop(i))
+    def _fill(self, engine: Engine, queue: int, room: int) -> None:
+        while self.waiting[queue] and len(engine.running) < room:
+            i = self.waiting[queue].pop(0)
+            engine.running[i] = engine.step + self.lengths[i]
 
     def _sort(self, queue: int, order: Order) -> None:
         waiting = self.waiting[queue]
@@ -110,7 +117,8 @@ class Rollout:
             waiting.sort(key=lambda i: -self.lengths[i])
         elif order == "expected":
             running = defaultdict(list)
-            for i, tokens in chain.from_iterable(e.running.items() for e in self.engines if self._queue(e) == queue):
-                running[i // SIZE].append(tokens)
+            for engine in (each for each in self.engines if self._queue(each) == queue):
+                for i, step in engine.running.items():
+                    running[i // SIZE].append(self.lengths[i] - step + engine.step)
             places = self.orders[queue].order([i // SIZE for i in waiting], running)
             waiting[:] = [waiting[place] for place in places]
