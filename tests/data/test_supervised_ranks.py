@@ -24,15 +24,24 @@ def learned(results: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in results.items() if name != "val/loss" and not name.startswith("head.")}
 
 
+@pytest.fixture(scope="module")
+def alone(policy_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    """What one rank ends with, and what it ends with when it has gone on for an epoch."""
+    folder = tmp_path_factory.mktemp("alone")
+    (ended,) = run(policy_path, folder / "run", "auto")
+    (longer,) = run(policy_path, folder / "longer", "auto", folder / "run/checkpoints/last.ckpt")
+    return [learned(ended), learned(longer)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_ranks_learn_what_one_does_and_go_on(strategy: str, policy_path: str, tmp_path: Path) -> None:
+def test_two_ranks_learn_what_one_does_and_go_on(
+    strategy: str, policy_path: str, tmp_path: Path, alone: list[dict[str, Tensor]]
+) -> None:
     """Each held-out text counts, but a remainder that the ranks cannot share. A head learns along, the same on both."""
-    (alone,) = run(policy_path, tmp_path / "alone", "auto")
     first, second = run(policy_path, tmp_path / "two", strategy)
     torch.testing.assert_close(first, second, atol=0, rtol=0)
     assert any(name.startswith("head.") for name in first)
-    torch.testing.assert_close(learned(first), learned(alone), atol=1e-4, rtol=1e-4)
-    (longer,) = run(policy_path, tmp_path / "longer", "auto", tmp_path / "alone/checkpoints/last.ckpt")
+    torch.testing.assert_close(learned(first), alone[0], atol=1e-4, rtol=1e-4)
     on, _ = run(policy_path, tmp_path / "on", strategy, tmp_path / "two/checkpoints/last.ckpt")
-    torch.testing.assert_close(learned(on), learned(longer), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(learned(on), alone[1], atol=1e-4, rtol=1e-4)
