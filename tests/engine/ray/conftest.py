@@ -14,8 +14,9 @@ SETTINGS = {"RAY_raylet_start_wait_time_s": "200", "RAY_memory_monitor_refresh_m
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONPATH")}
-    root = str(Path(__file__).parents[3])
-    os.environ.update(SETTINGS, PYTHONPATH=os.pathsep.join(filter(None, (root, before["PYTHONPATH"]))))
+    root = Path(__file__).parents[3]
+    paths = [str(root / "tests/support/ray/start"), str(root), before["PYTHONPATH"]]
+    os.environ.update(SETTINGS, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     import ray
 
     options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 * 2**20}

@@ -214,6 +214,7 @@ def test_a_corrupted_tensor_ends_the_run_by_host_and_version(
         return put(arrays)
 
     put = ray.put
+    list(failing.generate(requests(2), SAMPLING, seed=0))  # its first weights are on their way no more
     monkeypatch.setattr(snapshot.ray, "put", corrupted)
     failing.update_weights(weights(1), 7)
     with pytest.raises(RuntimeError, match=r"Engine 0 on .* failed: b of version 7 arrived with other bits"):
