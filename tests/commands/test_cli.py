@@ -18,7 +18,7 @@ import tlt_lightning
 from tlt_lightning.__main__ import COMMANDS, HELP, main, sentence_of
 from tlt_lightning.commands.advice import close_options
 from tlt_lightning.commands.cli import follow_root, run_cli, run_drafter_cli
-from tlt_lightning.objectives import GSPO, PPO, RLOO, DrGRPO
+from tlt_lightning.objectives import GSPO, PPO, RLOO, Distillation, DrGRPO
 from tlt_lightning.rewards import exact_match
 
 ROOT = Path(__file__).parents[2]
@@ -189,11 +189,12 @@ def test_an_objective_or_a_schedule_in_the_place_of_another_is_itself(
 ) -> None:
     """And keeps what was set of the one before, if it has that, too."""
     recipe, words = tmp_path / "before.yaml", options(policy_path, prompts_path, tmp_path)
+    networks = ["--model.critic={}", f"--model.reference={policy_path}"]
     recipe.write_text(
         "model: {objective: {class_path: GRPO, init_args: {entropy_coef: 0.5}}}\n"
         "data: {schedule: {class_path: PartialRollout, init_args: {}}}"
     )
-    for made in (RLOO(), GSPO(), DrGRPO(), PPO()):
+    for made in (RLOO(), GSPO(), DrGRPO(), PPO(), Distillation()):
         objective, schedule = type(made).__name__, "AsyncRollout"
         overlay = tmp_path / f"{objective}.yaml"
         overlay.write_text(
@@ -202,8 +203,8 @@ def test_an_objective_or_a_schedule_in_the_place_of_another_is_itself(
         chosen = (
             ["-c", str(overlay)] if by_recipe else [f"--model.objective={objective}", f"--data.schedule={schedule}"]
         )
-        assert run_cli([*words, *chosen, "--model.critic={}"], run=False).model.objective == made
-        cli = run_cli([*words, "-c", str(recipe), *chosen, "--model.critic={}"], run=False)
+        assert run_cli([*words, *chosen, *networks], run=False).model.objective == made
+        cli = run_cli([*words, "-c", str(recipe), *chosen, *networks], run=False)
         assert cli.model.objective == replace(made, entropy_coef=0.5)
         assert cli.datamodule.schedule.extra is None
 

@@ -160,8 +160,9 @@ def settings_of_one_class() -> Iterator[None]:
     discard = _typehints.discard_init_args_on_class_path_change
 
     def discard_defaults(now_parser: Any, before: Any, now: Any) -> None:
-        if isinstance(before, Namespace) and before.class_path != now["class_path"] and "init_args" in before:
-            defaults = _typehints.ActionTypeHint.get_class_parser(before.class_path, {}).get_defaults()
+        replaced = before.get("class_path") if isinstance(before, Namespace) and "init_args" in before else None
+        if replaced is not None and replaced != now["class_path"]:
+            defaults = _typehints.ActionTypeHint.get_class_parser(replaced, {}).get_defaults()
             for name, value in list(before.init_args.items(branches=True, nested=False)):
                 if value == defaults.get(name):
                     before.init_args.pop(name)
