@@ -187,7 +187,7 @@ def test_measured_acceptance_is_what_the_engine_reaches_at_a_temperature(
     shares_noise = speculation.couples_drafts(is_v2=internals.runs_v2())
     requests = [Request(id=i, prompt_ids=[2 + i % 29, 5, 7, 3], group=i) for i in range(64)]
     selector.script = lambda state: Strategy(NUM_DRAFTS, "learned")
-    with engine_of(policy, speculation) as engine:
+    with engine_of(policy, speculation, max_num_seqs=64) as engine:
         texts = write(engine, requests, sampling)
         # Texts of one length, half to train on and half to measure on.
         whole = [[*request.prompt_ids, *text] for request, text in zip(requests, texts, strict=True)]
