@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files.setdefault(item.path, []).append(item)
 
     def is_short(file: Path) -> bool:
-        return not any(item.get_closest_marker(mark) for mark in ("slow", "vllm") for item in files[file])
+        return not any(item.get_closest_marker(mark) for mark in ("slow", "vllm", "ray") for item in files[file])
 
     order = sorted(files, key=lambda file: (not starts_ranks(file), is_short(file)))
     items[:] = [item for file in order for item in files[file]]
