@@ -150,9 +150,8 @@ def test_limits_and_stops_inside_accepted_drafts(setup: Setup) -> None:
     setup.selector.script = lambda state: Strategy(5, drafter)
     runner.after_step = spy
     try:
-        for length in range(20, 26):
-            requests = [Request(id=i, prompt_ids=PROMPTS[0], max_tokens=length + i) for i in range(3)]
-            assert write(setup.engine, requests) == [setup.texts[0][: length + i] for i in range(3)]
+        requests = [Request(id=i, prompt_ids=PROMPTS[0], max_tokens=20 + i) for i in range(8)]
+        assert write(setup.engine, requests) == [setup.texts[0][: 20 + i] for i in range(8)]
         stops_inside = 0
         for stop in setup.texts[0][20:32:2]:
             end = setup.texts[0].index(stop) + 1
