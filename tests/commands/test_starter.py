@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tlt_lightning import LongTailIdleCallback
 from tlt_lightning.commands.cli import run_cli
 from tlt_lightning.commands.starter import RECIPES, read_recipes, run_init, run_recipes
+from tlt_lightning.long_tail.supervised import SupervisedDrafterCallback
 
 
 def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +70,22 @@ def test_what_init_recommends_next_runs_in_its_folder_with_what_mine_yaml_says(
     (drafting,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, LongTailIdleCallback))
     assert cli.model.policy_path == drafting.drafter.target == policy
     assert cli.datamodule.engine.speculation.siblings
+
+
+def test_a_folder_for_texts_says_which_of_them_are_read_and_what_goes_on_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_init(["run", "--recipe", "sft_quickstart"])
+    said = capsys.readouterr().out
+    assert "speculation" not in said  # nothing is rolled out
+    overlays = re.findall(r"`(-c recipes/\S+)`", said)
+    monkeypatch.chdir("run")
+    mine = yaml.safe_load(Path("mine.yaml").read_text())["data"]["init_args"]
+    assert (mine["train"]["split"], mine["val"]["split"]) == ("train[64:]", "train[:64]")
+    words = " ".join(["-c recipes/sft_quickstart.yaml", *overlays, "-c mine.yaml"])
+    cli = run_cli(words.split(), run=False)
+    assert any(isinstance(callback, SupervisedDrafterCallback) for callback in cli.trainer.callbacks)
 
 
 @pytest.mark.parametrize("name", ["countdown_tries", "calculator_smollm2", "code_tries_1gpu"])

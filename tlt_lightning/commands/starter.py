@@ -33,13 +33,19 @@ ENVIRONMENT = """\
 TEXTS = """\
   init_args:
     batch_size: 32                     # texts of an optimizer step
-  """
+"""
 YOURS = ("mine.yaml", "my_reward.py", "my_environment.py")
 OVERLAYS = (
     *("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml"),
     *("tail_batching.yaml", "partial_rollout.yaml", "async.yaml", "distillation.yaml"),
 )
 """Files of recipes that go on top of any other, to be named before `mine.yaml`."""
+OVERLAYS_OF_TEXTS = ("sft_drafter.yaml",)
+AFTER_TEXTS = (
+    "Put `-c recipes/sft_drafter.yaml` before `-c mine.yaml` for a draft head that learns along.\n"
+    "docs/sft.md says how the run that follows begins with policy and head.\n"
+    "callbacks/ holds callbacks to use or to change; its README says how."
+)
 LATER = (
     "For faster rollouts put `-c recipes/speculation.yaml` before `-c mine.yaml`, and on a GPU between the two\n"
     "`-c recipes/adaptive_drafter.yaml` for a draft head that learns while the policy does.\n"
@@ -88,18 +94,17 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     right format, to be replaced. Overlays that any run may take next lie beside the recipe.
     """
     (folder / "recipes").mkdir(parents=True)
-    for name in OVERLAYS:
-        shutil.copyfile(RECIPES / name, folder / "recipes" / name)
     shutil.copytree(CALLBACKS, folder / "callbacks", ignore=shutil.ignore_patterns("__pycache__"))
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
-    train: dict[str, object] = {}
+    sources: dict[str, dict[str, object]] = {"train": {}, "val": {}}
     policy, has_rewards, environment = "", True, ""
     for name, text in texts.items():
         (folder / "recipes" / name).write_text(text)
         settings = yaml.safe_load(text)
         data = settings.get("data") or {}
         has_rewards &= "class_path" not in data  # of texts that are imitated
-        train |= data.get("init_args", data).get("train") or {}
+        for part in sources:
+            sources[part] |= data.get("init_args", data).get(part) or {}
         policy = (settings.get("model") or {}).get("policy", policy)
         given = data.get("environment") or {"class_path": ""}
         module, _, name = given["class_path"].rpartition(".")
@@ -113,9 +118,16 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     for file, task in re.findall(r"(data/([a-z0-9]+)_\w+\.jsonl)", "".join(texts.values())):
         (folder / "data").mkdir(exist_ok=True)
         shutil.copyfile(RECIPES / "assets/formats" / f"{task}.jsonl", folder / file)
-    prompts = "  # train: {rows: null, path: my_prompts.jsonl, split: train}   # in the place of the recipe's\n"
-    if "path" in train:
-        prompts = f"  train: {{path: {train['path']}}}   # a file like it, or a name on the hub\n"
+    lines = ["# train: {rows: null, path: my_prompts.jsonl, split: train}   # in the place of the recipe's"]
+    if "path" in sources["train"]:
+        keys = ["path", "split"]
+        shown = {part: {key: of[key] for key in keys if key in of} for part, of in sources.items()}
+        lines = [
+            f"{part}: {_in_a_line(of)}   # a file like it, or a name on the hub" for part, of in shown.items() if of
+        ]
+    prompts = "".join(f"{' ' * (2 if has_rewards else 4)}{line}\n" for line in lines)
+    for name in OVERLAYS if has_rewards else OVERLAYS_OF_TEXTS:
+        shutil.copyfile(RECIPES / name, folder / "recipes" / name)
     model = f"model: {{policy: {policy}}}   # a folder, or a name on the hub\n"
     own = prompts + environment + REWARDS if has_rewards else TEXTS + prompts
     (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
@@ -123,6 +135,10 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
         shutil.copyfile(REWARD, folder / "my_reward.py")
     mine = re.compile("python -m tlt_lightning (?!drafter)")  # a draft head has neither prompts nor rewards
     return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
+
+
+def _in_a_line(settings: dict[str, object]) -> str:
+    return yaml.safe_dump(settings, default_flow_style=True, sort_keys=False, width=1000).strip()
 
 
 def run_recipes(args: list[str]) -> None:
@@ -150,5 +166,5 @@ def run_init(args: list[str]) -> None:
     yours = [name for name in YOURS if (options.folder / name).is_file()]
     print(f"{options.folder}/ holds the recipe, the files it reads, and yours: {' and '.join(yours)}. Next:\n")
     print(*(f"    {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *commands)), sep="\n")
-    if commands[-1].endswith(" mine.yaml") and not {*OVERLAYS} & {*recipes[options.recipe].files}:
-        print(f"\n{LATER}")
+    if commands[-1].endswith(" mine.yaml") and not {*OVERLAYS, *OVERLAYS_OF_TEXTS} & {*recipes[options.recipe].files}:
+        print(f"\n{LATER if 'my_reward.py' in yours else AFTER_TEXTS}")
