@@ -60,7 +60,10 @@ def test_environments_are_made_as_they_are_needed_and_used_again(made_by: Any) -
 @pytest.mark.parametrize(
     ("made_by", "message"),
     [
-        ({"class_path": "my.Game", "init_args": {"levle": 3}}, r"'levle'.*has no method `reset`"),
+        (
+            {"class_path": "my.Game", "init_args": {"levle": 3}},
+            r"'levle'.*no method `reset`; .* must find its `class_path`",
+        ),
         (Undescribed, r"`environment.guess` is public.*docstring"),
     ],
 )

@@ -37,7 +37,8 @@ class Environments:
         if "reset" not in methods:
             raise TypeError(
                 f"`environment` {first!r:.200} has no method `reset`; give a class that has one, as TRL's "
-                "`environment_factory` takes it, with the arguments of its constructor."
+                "`environment_factory` takes it. In a recipe Python must find its `class_path` from here, and its "
+                "constructor must take all `init_args`."
             )
         self.has_reward = "get_reward" in methods
         takes = [*inspect.signature(first.step).parameters] if "step" in methods else []
