@@ -15,6 +15,8 @@ from tlt_lightning.drafter.architectures.dspark import DSpark, draft
 from tlt_lightning.drafter.architectures.training_time_test import step_masks
 from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.quality import AcceptanceRule
+from tlt_lightning.engine.vllm.speculation import Speculation
+from tlt_lightning.speculation import FixedSelector
 from tlt_lightning.speculation.head_files import check_head, read_head
 
 BLOCK = 5
@@ -124,6 +126,16 @@ def test_it_learns_and_goes_on_from_what_it_saved(policy_path: str, tmp_path: Pa
     assert quality_on(again, batches).accepted == pytest.approx(after.accepted)
     with pytest.raises(ValueError, match="`architecture` is for a new head"):
         make_drafter(policy_path, head=str(path), architecture=DSpark())
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs such a head on a GPU")
+def test_a_machine_without_a_gpu_says_which_head_to_take(
+    drafter: DrafterModule, policy_path: str, tmp_path: Path
+) -> None:
+    speculation = Speculation(selector=FixedSelector(2, "learned"), head=str(drafter.export(tmp_path / "head")))
+    with pytest.raises(ValueError, match=r"is a DSpark head, which vLLM runs on a GPU alone.*adaptive_drafter\.yaml"):
+        speculation.check(policy_path, 8)
 
 
 def test_a_block_drafts_no_more_than_its_rows(policy_path: str) -> None:
