@@ -122,21 +122,8 @@ def test_only_output_folders_follow_the_root() -> None:
         (["--data.sampling.stop_string=x"], "Did you mean `--data.sampling.stop_strings`?"),
         (["--objective=GRPO"], "Did you mean `--model.objective`?"),
         (["--model.objectiv.clip=1"], "Did you mean `--model.objective`?"),
-        (
-            ["--model.objective.clipp=1"],
-            "`model.objective`: `tlt_lightning.objectives.GRPO` has no argument `clipp`. It ta",
-        ),
-        (["--model.lora=8"], "error: `model.lora`: Expected a class by its name, or its settings. Got value: 8"),
-        (
-            ["--data.engine=VLLMEngine", "--data.engine.dtype=fp32"],
-            "error: `data.engine.dtype`: Expected one of 'auto', 'float32', 'bfloat16', 'float16'. Got value: fp32\n",
-        ),
-        (["--data.engine=GRPO"], "error: `data.engine`: `GRPO` is a class of another kind.\n"),
-        (
-            ['--model.optimizer={"class_path": "torch.optim.SGD", "init_args": {"momentun": 0.1}}'],
-            "error: `model.optimizer`: `torch.optim.SGD` has no argument `momentun`. Did you mean `momentum`?",
-        ),
-        (["--trainer.max_epochs=many"], "error: `trainer.max_epochs`: Expected `int`. Got value: many\n"),
+        (["--model.objective.clipp=1"], "Option 'clipp' is not accepted"),
+        (["--model.lora=8"], "Expected a dot import path string: 8"),
         (["--seed_everything=-1"], "error: `seed_everything` -1 is not in bounds, numpy accepts from 0 to 4294967295"),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is not a complete checkpoint"),
     ],

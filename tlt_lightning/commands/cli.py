@@ -19,7 +19,7 @@ from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from tlt_lightning.commands.advice import close_options, in_short, lost_name
+from tlt_lightning.commands.advice import close_options, lost_name
 from tlt_lightning.guard.checkpoint_io import check_readable
 
 
@@ -129,11 +129,10 @@ class _Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         message = re.sub(r"\n +- Expected a path but .*? either not accessible or invalid", "", message, flags=re.S)
+        message = re.sub(r"\n +Given value.*", "", message)  # which names all that a class was given
         if lost := lost_name(ex):
             key = re.match('Parser key "(.*?)"', message)
             message = f"`{key[1]}`: {lost}" if key else lost
-        else:
-            message = re.sub(r"\n +Given value.*", "", in_short(message))  # which names all that a class was given
         message = re.sub(rf"(required: |, )(?:{'|'.join(_CLI.subcommands())})\.", r"\1", message)
         advice = [f"Did you mean `{known}`?" for known in close_options(message, _options(self))]
         program = self.prog.replace(" [options]", "").removesuffix(" fit")
