@@ -4,30 +4,46 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-# Before Ray is imported: a crowded machine starts slowly, and none of its memory limits is ours.
-SETTINGS = {"RAY_raylet_start_wait_time_s": "200", "RAY_memory_monitor_refresh_ms": "0", "RAY_AUTH_MODE": "disabled"}
+# Before Ray is imported: a crowded machine starts slowly, and none of its memory limits is ours. A node that refuses
+# connections is given up in a second.
+SETTINGS = {
+    "RAY_raylet_start_wait_time_s": "200",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_health_check_period_ms": "200",
+}
+STORE = 80 * 2**20
+"""Bytes of a node's object store."""
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONPATH")}
-    root = Path(__file__).parents[3]
-    paths = [str(root / "tests/support/ray/start"), str(root), before["PYTHONPATH"]]
-    os.environ.update(SETTINGS, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    os.environ.update(SETTINGS, PYTHONPATH=python_path())
     import ray
+    from ray.cluster_utils import Cluster
 
-    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 * 2**20}
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(address="local", num_cpus=4, **options)  # type: ignore[arg-type]
+    cluster = Cluster(True, head_node_args={"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False)
     signal.signal(signal.SIGTERM, handler)  # Ray brings one of its own
     restore("PYTHONPATH", before["PYTHONPATH"])  # other tests' processes are not Ray's
-    yield
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()
     for name in SETTINGS:
         restore(name, before[name])
+
+
+def python_path() -> str:
+    """Where processes of Ray find this repository first."""
+    root = Path(__file__).parents[3]
+    paths = [str(root / "tests/support/ray/start"), str(root), os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, paths))
 
 
 def restore(name: str, value: str | None) -> None:
