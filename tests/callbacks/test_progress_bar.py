@@ -44,10 +44,22 @@ def test_accuracy_before_training_says_of_how_many_prompts_it_is(
     assert capsys.readouterr().out.startswith("before training  val/accuracy 0.200  (2 of 3 held-out prompts)\n")
 
 
-def test_lightning_s_bar_counts_iterations_as_the_lines_do(tmp_path: Path) -> None:
+def test_lightning_s_bar_counts_iterations_as_the_lines_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
     trainer = make_trainer(tmp_path, [RolloutProgressBar(), RichProgressBar()], enable_progress_bar=True, max_epochs=2)
     trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
     assert trainer.progress_bar_callback.train_progress_bar.description == "iteration 2/2"
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_lightning_s_bar_leaves_no_picture_where_there_is_no_terminal(
+    bar: type[L.Callback], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path, [RolloutProgressBar(), bar()], enable_progress_bar=True)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
+    said = capfd.readouterr()
+    assert "3/3" in said.out
+    assert "it/s" not in said.out + said.err
 
 
 def test_only_rank_zero_prints(

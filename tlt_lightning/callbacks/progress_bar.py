@@ -57,6 +57,12 @@ class RolloutProgressBar(RolloutCallback):
         self._next_update = float("inf")
 
     @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        bar = trainer.progress_bar_callback
+        if bar is not None and not (sys.stdout.isatty() or hasattr(sys, "ps1")):  # nor a notebook
+            bar.disable()  # its last picture would stand below the run's last lines
+
+    @override
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         bar = trainer.progress_bar_callback
         if trainer.training and isinstance(bar, RichProgressBar) and bar.progress is not None:
