@@ -33,15 +33,19 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
-def test_a_killed_trainer_leaves_no_engine() -> None:
+def test_a_killed_trainer_leaves_no_engine_and_engines_are_not_heard() -> None:
     mark = f"mark_{os.getpid()}_{time.time_ns()}"
     environment = {**os.environ, "RAY_raylet_start_wait_time_s": "200", "PYTHONPATH": str(ROOT), "TRAINER_MARK": mark}
     command = [sys.executable, "-m", "tests.support.ray.killed_trainer"]
     with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
-        assert any(line == "writes\n" for line in iter(trainer.stdout.readline, ""))
+        said = []
+        while "writes\n" not in said:
+            said.append(trainer.stdout.readline())
+            assert said[-1]
         assert len([line for line in processes_with(mark) if "EngineHost" in line]) == 2
         trainer.kill()
+        assert "an engine talks" not in "".join([*said, trainer.stdout.read()])  # that is for the logs of Ray's session
     deadline = time.monotonic() + 60  # seconds on a machine that is free
     while (left := [line for line in processes_with(mark) if "EngineHost" in line]) and time.monotonic() < deadline:
         time.sleep(0.25)

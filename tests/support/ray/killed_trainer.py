@@ -8,9 +8,16 @@ import torch
 from benchmarks.common.cheap_engine import CheapEngine
 from tlt_lightning import RayEngine, Request, Sampling
 
+
+class Talker(CheapEngine):
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        print("an engine talks", flush=True)
+        super().setup(policy, max_model_len=max_model_len, seed=seed)
+
+
 if __name__ == "__main__":
     handler = signal.getsignal(signal.SIGTERM)
-    engine = RayEngine(CheapEngine(step_seconds=0.05), num_engines=2)
+    engine = RayEngine(Talker(step_seconds=0.05), num_engines=2)
     assert not any(name.partition(".")[0] == "ray" for name in sys.modules)
     engine.setup("", max_model_len=32, seed=0)
     assert signal.getsignal(signal.SIGTERM) is handler, "Ray's handler would end the run unsaved"

@@ -38,7 +38,7 @@ def connect(address: str | None) -> Callable[[], None]:
     with _own_signals():
         if address is not None:
             _check_listens(address)
-            ray.init(address=address)
+            ray.init(address=address, log_to_driver=False)
         else:
             _start_on_this_host()
             if distributed.is_initialized() and distributed.get_world_size() > 1 and _rank() == 0:
@@ -110,7 +110,7 @@ def _start_on_this_host() -> None:
         )
     if _rank() == 0:
         with _visible_devices(without={device for device in in_use if device is not None}):
-            ray.init(address="local", include_dashboard=False)
+            ray.init(address="local", include_dashboard=False, log_to_driver=False)
         started = [ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION)]
     if distributed.is_initialized():
         distributed.broadcast_object_list(started)
@@ -119,7 +119,7 @@ def _start_on_this_host() -> None:
         if mode is not None:  # Ray turns authentication on in the process that starts a cluster, and in no other
             os.environ[_AUTHENTICATION] = mode
             Config.initialize("")
-        ray.init(address=address)
+        ray.init(address=address, log_to_driver=False)
 
 
 def _end_after_others() -> None:
