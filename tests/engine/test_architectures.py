@@ -30,8 +30,8 @@ Policies that are rolled out with vLLM 0.32. Each row is proven by `tests/engine
 this page: a tiny random model is loaded, its weights are replaced by those of another one, with and without an adapter,
 and the log-probs of what the engine writes are compared with the trainer's. All others are refused before the engine
 loads; `TransformersEngine` rolls out any of them with the trainer's own model. Logits must be the output of a linear
-head: policies whose config scales or caps them (Gemma 2, Cohere, most Granite) are refused when they are loaded. An adaptive
-drafter trains an EAGLE-3 head or, on a GPU, a DSpark head (`recipes/block_drafter.yaml`).
+head: policies whose config scales or caps them (Gemma 2, Cohere, most Granite) are refused when they are loaded.
+An adaptive drafter trains an EAGLE-3 head or, on a GPU, a DSpark head (`recipes/block_drafter.yaml`).
 
 """
 
