@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -35,7 +36,7 @@ def about(size: str, note: str, seed: int, *, on_cpu: bool = False) -> dict[str,
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
     date = datetime.now(UTC).date().isoformat()
     record = {"size": size, "note": note, "command": command, "date": date, "hardware": hardware(on_cpu=on_cpu)}
     return record | {"versions": versions, "seed": seed}
