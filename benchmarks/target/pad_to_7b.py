@@ -108,8 +108,7 @@ def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: in
     if config.get("norm_before_residual"):
         raise ValueError(f"`--head` {head} has `norm_before_residual`, which would not keep the constant dimension.")
     out.mkdir(parents=True, exist_ok=True)
-    is_eagle = its.kind is EAGLE3
-    wide = dict(plan.head(tensors) if is_eagle else plan.block_head(tensors, draft_vocab))
+    wide = dict(plan.head(tensors) if its.kind is EAGLE3 else plan.block_head(tensors, draft_vocab))
     if draft_vocab < plan.shape.vocab_size:
         with safe_open(policy / "model.safetensors", framework="pt") as file:
             wide["lm_head.weight"] = file.get_slice("lm_head.weight")[:draft_vocab]
@@ -127,7 +126,7 @@ def pad_head(plan: Padding, head: Path, policy: Path, out: Path, draft_vocab: in
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     config["speculators_config"]["verifier"]["name_or_path"] = str(policy)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    label(out, head, f"{'EAGLE-3' if is_eagle else 'DSpark'} head of {count / 1e6:.0f} million weights")
+    label(out, head, f"{its.kind.name} head of {count / 1e6:.0f} million weights")
 
 
 @torch.no_grad()

@@ -23,28 +23,34 @@ class HeadKind:
     vLLM starts with random weights, in silence, where files lack some.
 
     Args:
+        name: In words.
         method: vLLM's name of it, and a part of that of its class.
         layer: Weights of each layer.
         others: Weights beside the layers.
         layer_ids: Where `speculators` keeps the layers of the policy that it reads.
+        needs_v2: Whether vLLM's V2 runner alone serves it, which needs a GPU.
     """
 
+    name: str
     method: str
     layer: tuple[str, ...]
     others: tuple[str, ...]
     layer_ids: str
+    needs_v2: bool = False
 
     def parts(self, num_layers: int) -> tuple[str, ...]:
         """Return the layers whose weights every such head has in its files."""
         return (*(f"layers.{index}.{part}" for index in range(num_layers) for part in self.layer), *self.others)
 
 
-EAGLE3 = HeadKind("eagle3", (*_LAYER, "hidden_norm"), ("norm", "fc"), "eagle_aux_hidden_state_layer_ids")
+EAGLE3 = HeadKind("EAGLE-3", "eagle3", (*_LAYER, "hidden_norm"), ("norm", "fc"), "eagle_aux_hidden_state_layer_ids")
 DSPARK = HeadKind(
+    "DSpark",
     "dspark",
     (*_LAYER, "self_attn.q_norm", "self_attn.k_norm"),
     ("norm", "fc", "hidden_norm", "markov_head.markov_w1", "markov_head.markov_w2"),
     "aux_hidden_state_layer_ids",
+    needs_v2=True,
 )
 
 

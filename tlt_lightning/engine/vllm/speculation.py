@@ -25,7 +25,7 @@ from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool, GraphPool, arms_by_batch
-from tlt_lightning.speculation.head_files import DSPARK, HeadShape, check_head, read_head
+from tlt_lightning.speculation.head_files import HeadShape, check_head, read_head
 from tlt_lightning.speculation.lookup import LookupDrafter
 from tlt_lightning.speculation.strategy import Drafter, StrategySelector
 
@@ -99,10 +99,11 @@ class Speculation:
             ValueError: The selector asks for drafts that nobody makes, or head and policy do not fit.
         """
         head = None if self.head is None else read_head(self.head)
-        if head is not None and head.kind is DSPARK and not internals.runs_v2():
+        if head is not None and head.kind.needs_v2 and not internals.runs_v2():
             raise ValueError(
-                f"`speculation.head` {self.head!r} is a DSpark head, which vLLM runs on a GPU alone, by its V2 runner. "
-                "Give an EAGLE-3 head, or train one: recipes/adaptive_drafter.yaml in the place of block_drafter.yaml."
+                f"`speculation.head` {self.head!r} is a {head.kind.name} head, which vLLM runs on a GPU alone, by its "
+                "V2 runner. Give an EAGLE-3 head, or train one: recipes/adaptive_drafter.yaml in the place of "
+                "block_drafter.yaml."
             )
         longest = min(self.max_draft_tokens, (head and head.most_drafts) or self.max_draft_tokens)
         for size, arms in arms_by_batch(self.selector, max_num_seqs).items():
