@@ -143,9 +143,8 @@ def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedMod
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    layers = [f".{name}" for name, _ in model.named_modules()]
     asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
-    unknown = [each for each in asked if not any(layer.endswith(f".{each}") for layer in layers)]
+    unknown = [each for each in asked if not any(f".{name}".endswith(f".{each}") for name, _ in model.named_modules())]
     try:
         if unknown:  # over some of several PEFT passes
             raise ValueError(f"no layer is called {', '.join(unknown)}.")
