@@ -37,8 +37,9 @@ def say(text: str) -> None:
 class RolloutProgressBar(RolloutCallback):
     """Shows the rollout while it runs, then a line an iteration and, if asked, completions.
 
-    Stands beside Lightning's training bar. Where standard output is no terminal, a rollout writes at most one line
-    every ten seconds. Only rank zero writes; the bar counts that rank's requests.
+    Stands beside Lightning's training bar. Where standard output is no terminal, that bar is off unless it is a
+    notebook's, and a rollout writes at most one line every ten seconds. Only rank zero writes; the bar counts that
+    rank's requests.
 
     Args:
         show_completions: Completions printed after each rollout, half the best, half the worst by reward; 0 is none.
