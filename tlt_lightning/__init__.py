@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 # Public names by the module that defines them; type checkers read the same in __init__.pyi.
 _NAMES = {
+    "adapters": "LoRA",
     "callbacks.completions_writer": "CompletionsWriter",
     "callbacks.progress_bar": "RolloutProgressBar",
     "callbacks.run_report": "RunReport",
@@ -36,7 +37,6 @@ _NAMES = {
     "metrics.rollouts": "zero_std_share",
     "module": "RLModule",
     "objectives.base": "ObjectiveOutput PolicyObjective",
-    "policy": "LoRA",
     "ranks.idle_windows": "IdleWindow",
     "rewards": "RewardTerm",
     "rollout": "Prompt Request Response Rollout RolloutBatch Sampling",

@@ -1,3 +1,4 @@
+from tlt_lightning.adapters import LoRA as LoRA
 from tlt_lightning.callbacks.completions_writer import CompletionsWriter as CompletionsWriter
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar as RolloutProgressBar
 from tlt_lightning.callbacks.run_report import RunReport as RunReport
@@ -27,7 +28,6 @@ from tlt_lightning.metrics.rollouts import zero_std_share as zero_std_share
 from tlt_lightning.module import RLModule as RLModule
 from tlt_lightning.objectives.base import ObjectiveOutput as ObjectiveOutput
 from tlt_lightning.objectives.base import PolicyObjective as PolicyObjective
-from tlt_lightning.policy import LoRA as LoRA
 from tlt_lightning.ranks.idle_windows import IdleWindow as IdleWindow
 from tlt_lightning.rewards import RewardTerm as RewardTerm
 from tlt_lightning.rollout import Prompt as Prompt

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.callbacks.usual import usual_callbacks
 from tlt_lightning.checks import check_has_data
@@ -24,7 +25,7 @@ from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.model_files import HOW_TO_SAVE
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.base import PolicyObjective
-from tlt_lightning.policy import LoRA, PolicyWeights
+from tlt_lightning.policy import PolicyWeights
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume

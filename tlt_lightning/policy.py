@@ -1,22 +1,20 @@
-"""Load a Hugging Face policy, full or with LoRA; compute log-probs; stream its weights.
+"""Load a Hugging Face policy; compute log-probs; stream its weights.
 
 Log-probs never materialise (B, T, V) in float32: only the hidden states that predict a response token meet the head,
 `chunk_size` of them at a time, and the backward pass recomputes each chunk of a head that is trained.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from tlt_lightning.arguments import Count, checked
-from tlt_lightning.fused.adapter import fuse_adapters
+from tlt_lightning.adapters import LoRA, adapters_of, merged_weight, streamed_name, with_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, chosen_logps_of_states, is_frozen_linear, joined, rows_per_chunk
 from tlt_lightning.model_files import load_whole
@@ -29,25 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-
-@checked("lora.")
-@dataclass(frozen=True, kw_only=True)
-class LoRA:
-    """Trains low-rank adapters instead of all weights.
-
-    Args:
-        rank: Rank of each update.
-        alpha: Scale; the update is multiplied by `alpha / rank`.
-        target_modules: Names of the linear layers to adapt; `all-linear` adapts every one but the head. A head and an
-            embedding that are one tensor (`tie_word_embeddings`) cannot be adapted.
-        base_dtype: Type of the frozen weights. `bfloat16` halves their memory and is what vLLM runs anyway.
-    """
-
-    rank: Annotated[Count, "Drop `lora` for full fine-tuning."] = 16
-    alpha: Annotated[Count, "The usual one is twice the rank."] = 32
-    target_modules: str | list[str] = "all-linear"
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
@@ -133,37 +112,6 @@ def load_policy(
     adapted = with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
     if sharding is not None:
         sharding.shard(model, dtype)
-    return adapted
-
-
-def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedModel":
-    """Return the model as a `peft.PeftModel` with fresh adapters; the model itself without `lora`."""
-    if lora is None:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
-    unknown = [each for each in asked if not any(f".{name}".endswith(f".{each}") for name, _ in model.named_modules())]
-    try:
-        if unknown:  # over some of several PEFT passes
-            raise ValueError(f"no layer is called {', '.join(unknown)}.")
-        adapted: Any = get_peft_model(model, config)
-    except ValueError as error:
-        raise ValueError(
-            f"`lora.target_modules` {lora.target_modules!r} cannot be adapted: {error} Give the ends of layers' names "
-            "in a list, as [q_proj, v_proj], or 'all-linear'; another text is a pattern of whole names."
-        ) from error
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    if shared := [name for name, layer in _adapters(adapted).items() if uses[id(_adapted_weight(layer))] > 1]:
-        raise ValueError(
-            f"`lora.target_modules` {lora.target_modules!r} adapts {shared[0]}, but the policy's embedding and head "
-            "are one tensor (`tie_word_embeddings`): engine and export have one weight where training would have two. "
-            "Adapt other layers, as 'all-linear' does, or save the policy with a head of its own "
-            "(`model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())`, `model.config.tie_word_embeddings = "
-            "False`)."
-        )
-    fuse_adapters(adapted)
     return adapted
 
 
@@ -362,14 +310,14 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.adapters = _adapters(model)
+        self.adapters = adapters_of(model)
         self.model = causal_lm(model)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all tensors, with nothing merged."""
         parameters = self.model.named_parameters()
-        return {_streamed(name): tuple(each.shape) for name, each in parameters if ".lora_" not in name}
+        return {streamed_name(name): tuple(each.shape) for name, each in parameters if ".lora_" not in name}
 
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -380,10 +328,10 @@ class PolicyWeights(Iterable[tuple[str, Tensor]]):
                 for name in names:
                     if ".lora_" in name:
                         continue
-                    parameter, layer = self.model.get_parameter(name).detach(), self.adapters.get(_streamed(name))
+                    parameter, layer = self.model.get_parameter(name).detach(), self.adapters.get(streamed_name(name))
                     if layer is not None:
-                        parameter = _merged(layer, parameter)
-                    yield _streamed(name), parameter.clone() if must_copy and layer is None else parameter
+                        parameter = merged_weight(layer, parameter)
+                    yield streamed_name(name), parameter.clone() if must_copy and layer is None else parameter
 
 
 def merged(policy: nn.Module) -> "PreTrainedModel":
@@ -393,21 +341,6 @@ def merged(policy: nn.Module) -> "PreTrainedModel":
     model = adapted.unload() if hasattr(policy, "unload") else adapted
     model.load_state_dict(weights, strict=False)  # tied weights come once
     return model
-
-
-def _streamed(name: str) -> str:
-    return name.replace(".base_layer", "")
-
-
-@torch.no_grad()
-def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """Return a copy of the weight that an adapted layer computes with, added up in float32."""
-    return layer.get_delta_weight("default").float().add_(weight).to(weight.dtype)  # in place: these are large
-
-
-def computed_weight(layer: Any) -> Tensor:
-    """Return the weight that a layer computes with: a copy if the layer is adapted, otherwise the layer's own."""
-    return _merged(layer, layer.base_layer.weight) if hasattr(layer, "base_layer") else layer.weight.detach()
 
 
 def _dtype_of(lora: LoRA | None, is_half: bool) -> torch.dtype:
@@ -431,20 +364,3 @@ def load_shapes(path: str, lora: LoRA | None = None, *, is_half: bool = False) -
 def policy_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights of the policy at `path`, from its config alone."""
     return PolicyWeights(load_shapes(path)).shapes
-
-
-def _adapted_weight(layer: Any) -> Tensor:
-    return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
-
-
-def _adapters(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter, by the Hugging Face name of the adapted tensor."""
-    if not hasattr(model, "get_base_model"):
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {
-        f"{_streamed(name)}.{getattr(module, 'parameter_name', 'weight')}": module
-        for name, module in causal_lm(model).named_modules()
-        if isinstance(module, LoraLayer)
-    }

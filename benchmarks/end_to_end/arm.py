@@ -19,6 +19,7 @@ from benchmarks.common.engine import BenchEngine
 from benchmarks.common.results import hardware
 from benchmarks.end_to_end.work import Diary, Work, noise, score
 from tlt_lightning import RayEngine, RLModule, RolloutDataModule
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.data.prompts import PromptSource
 from tlt_lightning.engine.base import OnProgress
@@ -27,7 +28,6 @@ from tlt_lightning.gallery.policy_drift import PolicyDrift
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
-from tlt_lightning.policy import LoRA
 from tlt_lightning.rewards import RewardTerm
 from tlt_lightning.rollout import Request, Response, Rollout, Sampling
 from tlt_lightning.schedules import AsyncRollout, PartialRollout, TailBatching

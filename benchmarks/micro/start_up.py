@@ -33,10 +33,11 @@ def start(policy: str, head: str | None, tiny: bool, began: float) -> dict[str, 
     from vllm.v1.engine import llm_engine  # noqa: F401 - what takes longest to import
 
     from tlt_lightning import Sampling, VLLMEngine
+    from tlt_lightning.adapters import LoRA
     from tlt_lightning.commands import cli  # noqa: F401 - as a run does
     from tlt_lightning.engine.vllm import internals
     from tlt_lightning.engine.vllm.speculation import Speculation
-    from tlt_lightning.policy import LoRA, PolicyWeights, load_policy
+    from tlt_lightning.policy import PolicyWeights, load_policy
     from tlt_lightning.rollout import Request
     from tlt_lightning.speculation import CostModelSelector
 

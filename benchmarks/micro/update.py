@@ -38,11 +38,12 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.lossless.checks import as_batch
 from benchmarks.micro.drafter_step import kernels_of
 from tlt_lightning import policy as package
+from tlt_lightning.adapters import LoRA, with_adapters
 from tlt_lightning.fused.adapter import fuse_adapters
 from tlt_lightning.fused.layers import fuse_layers
 from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear
 from tlt_lightning.packed_pass import IS_PACKABLE, register_varlen
-from tlt_lightning.policy import LoRA, causal_lm, response_logps, with_adapters
+from tlt_lightning.policy import causal_lm, response_logps
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.memory.forecast import CONTEXT, GIB, TrainedModel, forecast

@@ -20,6 +20,7 @@ from tests.support.drafters.draft_texts import (
     read_by_target,
 )
 from tests.support.drafters.eagle_head import make_head, save_head
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.architectures.training_time_test import step_masks, unroll
 from tlt_lightning.drafter.head import choose_settings
@@ -29,7 +30,7 @@ from tlt_lightning.drafter.target import choose_layer_ids
 from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.vocabulary import count_tokens, draft_ids, drafted_tokens
 from tlt_lightning.engine.vllm.drafter_weights import check_tensors
-from tlt_lightning.policy import LoRA, PolicyWeights, load_policy
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.speculation.head_files import read_head
 
 

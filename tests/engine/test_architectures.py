@@ -14,12 +14,13 @@ import torch
 
 from tests.support.architectures import save_architecture
 from tests.support.speculation_engines import PROMPTS
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.drafter.target import read_target
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.architectures import ARCHITECTURES, Architecture, check_architecture
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
-from tlt_lightning.policy import LoRA, PolicyWeights, load_policy
+from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.speculation import FixedSelector
 

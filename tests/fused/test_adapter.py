@@ -9,9 +9,10 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from tests.test_policy import make_batch
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.fused import adapter
 from tlt_lightning.fused.adapter import fuse_adapters
-from tlt_lightning.policy import LoRA, PolicyWeights, load_policy, response_logps
+from tlt_lightning.policy import PolicyWeights, load_policy, response_logps
 
 
 def pair_of(**options: object) -> tuple[nn.Module, nn.Module]:

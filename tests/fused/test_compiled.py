@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.conftest import save_policy
 from tests.test_policy import make_batch
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.fused import compiled as compiling
 from tlt_lightning.fused.compiled import compiled_on_gpu
-from tlt_lightning.policy import LoRA, load_policy, response_logps
+from tlt_lightning.policy import load_policy, response_logps
 
 
 def double(x: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from tests.conftest import save_policy
 from tests.support.architectures import save_architecture
 from tests.test_policy import make_batch
 from tlt_lightning import RLModule
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.engine.architectures import ARCHITECTURES
 from tlt_lightning.objectives import GRPO, PPO, Distillation, Divergence
 from tlt_lightning.packed_pass import without_mask
-from tlt_lightning.policy import LoRA, Teacher, causal_lm, load_policy, load_shapes, response_logps
+from tlt_lightning.policy import Teacher, causal_lm, load_policy, load_shapes, response_logps
 from tlt_lightning.training.critic import CriticConfig
 from tlt_lightning.training.memory.forecast import (
     CONTEXT,

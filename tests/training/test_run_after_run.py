@@ -8,8 +8,8 @@ import torch
 from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import PartialRollout, RLModule, RolloutCallback, Sampling, TailBatching, TransformersEngine
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.objectives import GRPO, PPO, KLPenalty
-from tlt_lightning.policy import LoRA
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,11 @@ import lightning as L
 import torch
 from torch import nn
 
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import checked
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, check_readable
 from tlt_lightning.guard.shards import make_whole
-from tlt_lightning.policy import LoRA, load_policy, load_tokenizer, merged
+from tlt_lightning.policy import load_policy, load_tokenizer, merged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

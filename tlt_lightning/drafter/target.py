@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tlt_lightning.adapters import computed_weight
 from tlt_lightning.model_files import read_config
-from tlt_lightning.policy import causal_lm, computed_weight
+from tlt_lightning.policy import causal_lm
 from tlt_lightning.sharding.units import gathered, is_sharded
 from tlt_lightning.speculation.head_files import default_layer_ids
 

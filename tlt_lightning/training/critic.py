@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import CountOrZero, Positive, checked, text_of
-from tlt_lightning.policy import LoRA, causal_lm, load_policy, response_states, scatter
+from tlt_lightning.policy import causal_lm, load_policy, response_states, scatter
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding, as_forward
 

@@ -30,9 +30,9 @@ def describe(value: Any) -> Any:
     fields. A field that is left out of `repr`, and what cannot be written, become a few words.
 
     Example:
-        >>> from tlt_lightning.policy import LoRA
+        >>> from tlt_lightning.adapters import LoRA
         >>> describe([LoRA(rank=4), functools.partial(LoRA, rank=8)])[1]
-        {'class_path': 'tlt_lightning.policy.LoRA', 'init_args': {'rank': 8}}
+        {'class_path': 'tlt_lightning.adapters.LoRA', 'init_args': {'rank': 8}}
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -12,11 +12,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.hidden_states import BatchTap
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.packed_pass import can_pack
-from tlt_lightning.policy import LoRA, ResponseTokens, Teacher, causal_lm, load_policy, response_logps
+from tlt_lightning.policy import ResponseTokens, Teacher, causal_lm, load_policy, response_logps
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import check_argument
-from tlt_lightning.policy import LoRA
 from tlt_lightning.training.followed_metrics import check_followed, validates_by_iteration
 from tlt_lightning.training.lr_schedule import with_schedule
 

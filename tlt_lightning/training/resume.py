@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from typing_extensions import override
 
-from tlt_lightning.policy import LoRA
+from tlt_lightning.adapters import LoRA
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.test_policy import make_batch
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.objectives import Divergence
-from tlt_lightning.policy import LoRA, PolicyWeights, causal_lm, load_policy, response_logps
+from tlt_lightning.policy import PolicyWeights, causal_lm, load_policy, response_logps
 from tlt_lightning.sharding.units import Sharding, named_units, total_norm
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.networks import Reference

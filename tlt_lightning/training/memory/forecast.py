@@ -9,8 +9,9 @@ from typing import Any
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from tlt_lightning.adapters import LoRA
 from tlt_lightning.fused.logps import rows_per_chunk
-from tlt_lightning.policy import LoRA, causal_lm, load_shapes
+from tlt_lightning.policy import causal_lm, load_shapes
 from tlt_lightning.training.memory.optimizer_state import bytes_of, optimizer_bytes
 from tlt_lightning.training.memory.passes import Passes, gathered_bytes, kept_bytes, teacher_bytes
 
