@@ -17,8 +17,8 @@ from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
+from tlt_lightning.schedules.answer_lengths import AnswerLengths
 from tlt_lightning.schedules.backlog import Backlog
-from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 PROMPTS = [Prompt(f"q{number}", [2] * (1 + number), index=number) for number in range(8)]
@@ -98,15 +98,16 @@ class OneRank:
         )
         self.log, self.asked, self.heard = IterationLog(), [], []
         self.collector, self.cursor = Answers(first_step), PromptCursor(len(PROMPTS), 0)
-        self.history: Any = AnswerHistory()
-        self.history.mean_lengths, self.history.learn = {PROMPTS[3].index: 6.5}, lambda own, _: self.heard.append(own)
+        self.answer_lengths: Any = AnswerLengths({PROMPTS[3].index: 6.5})
+        self.answer_lengths.learn = lambda own, _: self.heard.append(own)
         self.backlog = Backlog(schedule)
         objective, networks = GRPO(), SimpleNamespace(is_padded=False)
         self.module: Any = SimpleNamespace(
             iteration_log=self.log, objective=objective, networks=networks, score=self.score
         )
         self.module.hidden_state_request = None
-        parts: Any = (self.collector, IterationSettings(**{**sizes, **others, **settings}), self.cursor, self.history)
+        sizes = IterationSettings(**{**sizes, **others, **settings})
+        parts: Any = (self.collector, sizes, self.cursor, self.answer_lengths)
         self.make = lambda: PolicyIteration(self.trainer, self.module, *parts, self.backlog)
         self.iteration = self.make()
 
@@ -158,7 +159,7 @@ def test_a_rank_draws_its_share_and_knows_the_draws_of_all() -> None:
 def test_a_rank_draws_what_is_dealt_to_it_by_earlier_answers() -> None:
     rank = OneRank()
     order = PromptCursor(len(PROMPTS), 0).peek(4)
-    rank.history.mean_lengths = dict(zip(order, (100.0, 10.0, 20.0, 30.0), strict=True))
+    rank.answer_lengths.means = dict(zip(order, (100.0, 10.0, 20.0, 30.0), strict=True))
     list(rank.steps())
     ((_, course, _),) = rank.collector.calls
     assert [(group.prompt, group.draw) for group in course.groups] == [(order[2], 2), (order[3], 3)]

@@ -263,7 +263,7 @@ def test_other_prompts_are_named_on_resume_and_take_nothing_of_those_before(
 
     class Known(RolloutCallback):
         def on_rollout_start(self, trainer: Any, *_: Any) -> None:
-            known.append(trainer.datamodule.history.mean_lengths)
+            known.append(trainer.datamodule.answer_lengths.means)
 
     data = {"schedule": TailBatching(1.0)}
     path = checkpoint_of(paths, data=data)

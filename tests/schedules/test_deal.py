@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from tests.support.simulations.engines import Rollout, draw_lengths
-from tlt_lightning.schedules.history import deal
+from tlt_lightning.schedules.answer_lengths import deal
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO, BehaviourPolicy
 from tlt_lightning.rollout import Response, Sampling
+from tlt_lightning.schedules.answer_lengths import AnswerLengths
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
-from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 PLUGINS = Path(__file__).parents[2] / "docs/your_plugins.md"
@@ -36,7 +36,7 @@ class Run:
 
     def __init__(self, schedule: RolloutSchedule, seed: int = 0, *, has_seeds: bool = False) -> None:
         self.backlog, self.noise, self.position = Backlog(schedule), random.Random(seed), 0
-        self.has_seeds, self.history = has_seeds, AnswerHistory()
+        self.has_seeds, self.answer_lengths = has_seeds, AnswerLengths()
         self.num_steps = self.written = 0
         self.log = IterationLog()
         self.learned: list[dict[int, list[Response]]] = []  # of each iteration, by draw
@@ -50,14 +50,14 @@ class Run:
         under_way = RolloutUnderWay(self.backlog.schedule, demand, self.backlog.start(demand, groups), SIZE)
         self._write(under_way, iteration)
         self.backlog.end(under_way, self.log)
-        self.history.learn(under_way.lengths, lambda own: [own])
+        self.answer_lengths.learn(under_way.lengths, lambda own: [own])
         taken = [number // SIZE for number in under_way.taken]
         responses = [under_way.responses[number] for number in under_way.taken]
         self.learned.append({d: [r for t, r in zip(taken, responses, strict=True) if t == d] for d in taken})
 
     def _draw(self, draw: int, iteration: int) -> PendingGroup:
         prompt = draw % NUM_PROMPTS
-        expected = self.history.mean_lengths.get(prompt, 0.0)
+        expected = self.answer_lengths.means.get(prompt, 0.0)
         return PendingGroup(prompt=prompt, draw=draw, drawn_in=iteration, begun_in=iteration, expected_tokens=expected)
 
     def _write(self, under_way: RolloutUnderWay, version: int) -> None:

@@ -50,9 +50,9 @@ from tlt_lightning.metrics.rollouts import log_rollouts
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, collate, has_spread, split_groups
+from tlt_lightning.schedules.answer_lengths import AnswerLengths, deal
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
-from tlt_lightning.schedules.history import AnswerHistory, deal
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.fsdp2 import largest_counts
@@ -94,7 +94,7 @@ class PolicyIteration:
         collector: Writes and rewards the responses.
         settings: Sizes and sampling.
         cursor: Draws the prompts.
-        history: Remembers how long answers to them were.
+        answer_lengths: Remembers how long answers to them were.
         backlog: Keeps those that the schedule defers.
     """
 
@@ -103,13 +103,13 @@ class PolicyIteration:
     collector: "RolloutCollector"
     settings: IterationSettings
     cursor: "PromptCursor"
-    history: AnswerHistory
+    answer_lengths: AnswerLengths
     backlog: Backlog
 
     def __post_init__(self) -> None:
         self.log = self.module.iteration_log
         engine = deepcopy(self.collector.engine.state_dict())
-        self.start = IterationStart(self.cursor.position, self.backlog.deferred, self.history.mean_lengths, engine)
+        self.start = IterationStart(self.cursor.position, self.backlog.deferred, self.answer_lengths.means, engine)
         self._first_step = self.trainer.global_step
         self.backlog.note_weights(self._first_step, self.trainer.current_epoch)
 
@@ -152,7 +152,7 @@ class PolicyIteration:
             lengths.extend(under_way.lengths)
             for group in split_groups(rollouts):
                 (informative if dynamic is None or has_spread(group) else others).append(group)
-        self.history.learn(lengths, partial(gather_over_ranks, self.trainer))
+        self.answer_lengths.learn(lengths, partial(gather_over_ranks, self.trainer))
         groups = [*informative, *others]
         self._show(list(chain.from_iterable(groups)))
         if dynamic is not None:
@@ -223,7 +223,7 @@ class PolicyIteration:
     def _fresh(self, numbers: Sequence[int], iteration: int) -> list[PendingGroup]:
         """Return this rank's groups of the next prompts, of which each rank gets its number; they stay to be drawn."""
         prompts = self.cursor.peek(sum(numbers))
-        lengths = [self.history.mean_lengths.get(prompt, 0.0) for prompt in prompts]
+        lengths = [self.answer_lengths.means.get(prompt, 0.0) for prompt in prompts]
         return [
             PendingGroup(
                 prompt=prompts[place],

@@ -56,9 +56,9 @@ from tlt_lightning.rewards import RewardFunction, RewardPool, RewardTerm
 from tlt_lightning.rewards.pool import Seconds
 from tlt_lightning.rewards.term import as_terms, check_rows
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, Sampling, split_groups
+from tlt_lightning.schedules.answer_lengths import AnswerLengths
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import RolloutSchedule
-from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
 from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
@@ -145,7 +145,7 @@ class RolloutDataModule(PolicyDataModule):
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         self.environment, self.turns = environment, turns
         self._read_arguments()
-        self.backlog, self.history = Backlog(schedule), AnswerHistory()
+        self.backlog, self.answer_lengths = Backlog(schedule), AnswerLengths()
         self.cursor: PromptCursor | None = None
         self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
         self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
@@ -179,7 +179,7 @@ class RolloutDataModule(PolicyDataModule):
         goes_on = is_fit and self.cursor is not None and not begins_run(self._trainer)
         kept = self.state_dict() if goes_on else None  # of the Trainer's last fit
         if is_fit:  # else a run that is validated is saved with what it has deferred
-            self.backlog, self.history = Backlog(self.schedule), AnswerHistory()
+            self.backlog, self.answer_lengths = Backlog(self.schedule), AnswerLengths()
         self._check(is_fit=is_fit)
         self._read_data(is_fit=is_fit)
         self._make_parts()
@@ -313,7 +313,7 @@ class RolloutDataModule(PolicyDataModule):
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": self.cursor.position if start is None else start.position,
-            "mean_lengths": (self.history if start is None else start).mean_lengths,
+            "mean_lengths": self.answer_lengths.means if start is None else start.mean_lengths,
             "ranks": ranks,
             "settings": self._kept_settings,
         }
@@ -340,7 +340,7 @@ class RolloutDataModule(PolicyDataModule):
             return
         saved, now = state_dict["settings"], self._kept_settings
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
-            self.history.mean_lengths = state_dict["mean_lengths"]
+            self.answer_lengths.means = state_dict["mean_lengths"]
             # Environments are not saved: conversations with them begin anew.
             max_tokens = self.sampling.max_tokens if self._environments is None else 0
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=max_tokens)
@@ -384,7 +384,7 @@ class RolloutDataModule(PolicyDataModule):
             self._collector(self._module.iteration_log, "train"),
             self._settings,
             cursor=self.cursor,
-            history=self.history,
+            answer_lengths=self.answer_lengths,
             backlog=self.backlog,
         )
         yield from self._iteration.minibatches(self.train_prompts)

@@ -1,19 +1,19 @@
 """Earlier answers to a prompt: whose lengths are remembered."""
 
 from tlt_lightning.rollout import Response
+from tlt_lightning.schedules.answer_lengths import AnswerLengths
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
-from tlt_lightning.schedules.history import AnswerHistory
 from tlt_lightning.schedules.partial_rollout import PartialRollout
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 
 def test_mean_lengths_are_those_of_the_last_answers_of_all_ranks() -> None:
-    history = AnswerHistory()
-    history.learn([(3, 1)], lambda own: [[(1, 2), (1, 1), (2, 1)], own])
-    before = history.mean_lengths
+    lengths = AnswerLengths()
+    lengths.learn([(3, 1)], lambda own: [[(1, 2), (1, 1), (2, 1)], own])
+    before = lengths.means
     assert before == {1: 1.5, 2: 1, 3: 1}
-    history.learn([(2, 3)], lambda own: [own])
-    assert history.mean_lengths == {1: 1.5, 2: 3, 3: 1}
+    lengths.learn([(2, 3)], lambda own: [own])
+    assert lengths.means == {1: 1.5, 2: 3, 3: 1}
     assert before[2] == 1
 
 

@@ -10,13 +10,13 @@ Lengths = Sequence[tuple[int, int]]
 
 
 @dataclass
-class AnswerHistory:
+class AnswerLengths:
     """Remembers the mean length of the last answers to each prompt, the same on all ranks.
 
     The dictionary is replaced and never changed, so that an iteration can save what there was when it began.
     """
 
-    mean_lengths: dict[int, float] = field(default_factory=dict)
+    means: dict[int, float] = field(default_factory=dict)
 
     def learn(self, lengths: Lengths, gather: Callable[[Lengths], Sequence[Lengths]]) -> None:
         """Take an iteration's lengths, in place of older ones.
@@ -28,7 +28,7 @@ class AnswerHistory:
         found: dict[int, list[int]] = {}
         for prompt, length in chain.from_iterable(gather(lengths)):
             found.setdefault(prompt, []).append(length)
-        self.mean_lengths = self.mean_lengths | {prompt: sum(each) / len(each) for prompt, each in found.items()}
+        self.means = self.means | {prompt: sum(each) / len(each) for prompt, each in found.items()}
 
 
 def deal(lengths: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
