@@ -44,3 +44,9 @@ def test_they_write_to_the_trainers_folder_or_to_outputs(tmp_path: Path, monkeyp
     for root, folder in ((tmp_path / "run", tmp_path / "run"), (None, tmp_path / "outputs")):
         *_, report, checkpoint = usual(root)
         assert (report.dirpath, checkpoint.dirpath) == (folder, str(folder / "checkpoints"))  # type: ignore[attr-defined]
+
+
+def test_lightning_has_no_callback_to_override_and_to_say_so(tmp_path: Path) -> None:
+    trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path)
+    brought = usual_callbacks(trainer)
+    assert [old for old in trainer.callbacks for new in brought if isinstance(new, type(old))] == []  # type: ignore[attr-defined]

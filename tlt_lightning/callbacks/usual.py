@@ -15,7 +15,7 @@ from tlt_lightning.callbacks.run_report import RunReport
 
 
 def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
-    """Return the callbacks that a Trainer was neither given nor told to do without.
+    """Return the callbacks that a Trainer was neither given nor told to do without, and drop its own checkpoint.
 
     - A `RolloutProgressBar`, unless `enable_progress_bar=False`.
     - A `RunReport`, in `predict` a `CompletionsWriter`, unless `logger=False`.
@@ -33,6 +33,7 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     if trainer.loggers:
         usual.append(CompletionsWriter(folder) if trainer.state.fn == "predict" else RunReport(folder))
     if [vars(each) for each in trainer.checkpoint_callbacks] == [vars(ModelCheckpoint())]:  # the Trainer's own
-        usual.append(IterationCheckpoint(f"{folder}/checkpoints"))  # Lightning lets it replace that
+        given.remove(*trainer.checkpoint_callbacks)  # which Lightning would do, and say so
+        usual.append(IterationCheckpoint(f"{folder}/checkpoints"))
     names = {kind.__name__ for each in given for kind in type(each).__mro__}  # a file may be known by two paths
     return [each for each in usual if type(each).__name__ not in names]
