@@ -110,6 +110,21 @@ def test_of_a_single_prompt_sequences_are_held_out():
     assert (len(buffer.held_out), buffer.training[0].input_ids[0]) == (0, 5)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_few_texts_that_come_again_in_other_company_are_learned_from_or_held_out(at_once: int) -> None:
+    buffer, learned, judging, texts = DrafterBuffer(1 << 20), set(), set(), list(range(32))
+    for seed in range(4):
+        random.Random(seed).shuffle(texts)
+        for start in range(0, len(texts), at_once):
+            step = [sequence(10, prompt=i % 7, answer=i) for i in texts[start : start + at_once]]
+            buffer.add(step, come_again=True)
+            learned |= {int(item.input_ids[1]) for item in buffer.training}
+            judging |= {int(item.input_ids[1]) for item in buffer.held_out}
+        assert len(buffer.held_out) >= 2
+    assert learned | judging == {*texts}
+    assert learned & judging == set()
+
+
 def test_something_is_held_out_even_if_it_takes_more_than_its_share():
     buffer = DrafterBuffer(1000 * TOKEN_BYTES, held_out_share=0.05, previous_share=0.5)
     buffer.add([sequence(400, prompt) for prompt in range(4)])

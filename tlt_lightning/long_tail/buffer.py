@@ -77,23 +77,26 @@ class DrafterBuffer:
         """Tokens to train on."""
         return sum(map(len, self.training))
 
-    def add(self, sequences: Sequence[PolicyText]) -> None:
+    def add(self, sequences: Sequence[PolicyText], *, come_again: bool = False) -> None:
         """Take one iteration's sequences; keep long ones of the iteration before, and none older.
 
         Some of every length are kept where not all fit, as those of `request` do; those too short for a draft are
-        dropped. No sequences change nothing. With a single prompt, sequences of it are held out. Tensors must not be
-        views of larger ones, or the bound would not hold.
+        dropped. No sequences change nothing. With a single prompt, sequences of it are held out. Texts that `come_again`
+        among others are held out by their own hash alone, however few that are; up to two of earlier ones stay in their
+        place. Tensors must not be views of larger ones, or the bound would not hold.
         """
         sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
             return
-        keys = keys_of(sequences)
-        held = _hold_out(keys, self.held_out_share)
+        keys = list(map(text_key, sequences)) if come_again else keys_of(sequences)
+        held = (_below if come_again else _hold_out)(keys, self.held_out_share)
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]
+        if come_again:
+            held_out = [*held_out, *self._held_out][: max(2, len(held_out))]
         previous = [sequence for sequence in self._newest if not held & {prompt_key(sequence), text_key(sequence)}]
         self._fill(newest, previous, held_out)
-        if not self._newest:
+        if newest and not self._newest:
             shortest = min(sequence.nbytes for sequence in newest)
             log.warning(
                 "None of an iteration's %d sequences fits the drafter's buffer: the shortest has %d bytes, `max_bytes`"
@@ -166,9 +169,13 @@ def _hold_out(keys: Sequence[bytes], share: float) -> set[bytes]:
     Two at least of four or more: a single one leaves the error of a gain unknown.
     """
     distinct = sorted(set(keys))
-    num_below = sum(int.from_bytes(key) < share * 2 ** (8 * len(key)) for key in distinct)
     least = 2 if len(distinct) >= 4 else 1
-    return set(distinct[: min(max(least, num_below), len(distinct) - 1)]) if share else set()
+    return set(distinct[: min(max(least, len(_below(keys, share))), len(distinct) - 1)]) if share else set()
+
+
+def _below(keys: Sequence[bytes], share: float) -> set[bytes]:
+    """Return the keys below `share` of all hashes."""
+    return {key for key in keys if int.from_bytes(key) < share * 2 ** (8 * len(key))}
 
 
 def prompt_key(sequence: PolicyText) -> bytes:

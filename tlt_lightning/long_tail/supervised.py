@@ -18,8 +18,8 @@ from tlt_lightning.seeds import iteration_seed
 class SupervisedDrafterCallback(DrafterCallback):
     """Trains a drafter on the texts that a policy imitates, by the states of the policy's own passes.
 
-    After each optimizer step the drafter learns from that step's texts, but for those of a quarter of the prompts,
-    which judge it. Weights that draft these better are kept at the end of an epoch; `dirpath/final` holds the last.
+    After each optimizer step the drafter learns from that step's texts, but for a quarter of all texts, which judge it.
+    Weights that draft these better are kept at the end of an epoch; `dirpath/final` holds the last.
 
     Args:
         drafter: Drafter to train, and its optimizer, as of `LongTailIdleCallback`.
@@ -78,7 +78,7 @@ class SupervisedDrafterCallback(DrafterCallback):
 
     @override
     def on_hidden_states(self, trainer: L.Trainer, pl_module: Any, texts: Sequence[PolicyText]) -> None:
-        self.buffer.add(texts)
+        self.buffer.add(texts, come_again=True)
         self.training.begin(iteration_seed(trainer, "drafter", trainer.global_step))
         if len(self.buffer):
             stretch = self.training.train(lambda: self.training.num_passes < self.passes)
