@@ -165,6 +165,28 @@ def test_a_host_that_dies_again_and_again_ends_the_run(failing: RayEngine, monke
         list(failing.generate([Request(0, [DEADLY])], SAMPLING, seed=0))
 
 
+def test_a_new_process_that_is_lost_before_it_starts_is_of_the_same_death(
+    failing: RayEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node that goes down: its processes first, and then itself."""
+    monkeypatch.setattr(fleet, "MAX_DEATHS", 1)
+    (host,), lost = failing._live.hosts, []
+
+    def start(start: Any = host.start) -> None:
+        start()
+        lost.append(host._actor)
+        if len(lost) == 1:
+            ray.kill(host._actor)
+
+    monkeypatch.setattr(host, "start", start)
+    list(failing.generate([Request(0, [0])], SAMPLING, seed=0))
+    ray.kill(host._actor)
+    asked = Request(1, [0])
+    (response,) = failing.generate([asked], SAMPLING, seed=0)
+    assert [*response.token_ids] == expected(asked, 1)
+    assert len(lost) == 2
+
+
 def test_what_is_restored_is_saved_before_the_engines_have_told(engine: RayEngine) -> None:
     engine.load_state_dict({"hosts": [{"versions": [7]}]})  # of a run with one
     assert engine.state_dict() == {"versions": [7], "hosts": [{"versions": [7]}] * 2}

@@ -192,7 +192,6 @@ class Fleet:
         return responses
 
     def _replace(self, host: RemoteHost, death: HostDied) -> None:
-        host.num_deaths += 1
         if host.num_deaths > MAX_DEATHS:
             raise RuntimeError(
                 f"{host.name} has died {host.num_deaths} times without answering a request, and is not replaced any "

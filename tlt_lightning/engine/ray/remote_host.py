@@ -48,7 +48,8 @@ class RemoteHost:
         self.report = Report()
         """Its last."""
         self.num_deaths = 0
-        """Processes that died since it last answered a request."""
+        """Losses since it last answered a request; a process that never started may be lost with the one before it."""
+        self._never_started = False
         self._pickled_engine, self._resources = pickled_engine, resources
         self.start()
 
@@ -112,6 +113,8 @@ class RemoteHost:
             raise RuntimeError(str(error.cause)) from error
         except RayError as error:
             if not responses:
+                never_started, self._never_started = self._never_started, self._waits_since < float("inf")
+                self.num_deaths += never_started or not self._never_started
                 raise HostDied(str(error)) from error
         if responses:
             self.num_deaths = 0
