@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+from typing import Any
 
 MAX_MEMORY = 4 << 30
 
@@ -37,9 +38,36 @@ def compare(gold: str, text: str, time_limit: float) -> bool:
         expected = parse(rf"\boxed{{{gold}}}", parsing_timeout=None)
         if not expected:
             raise ValueError(f"no expression in the expected answer {gold!r}")
-        return verify(expected, parse(text, parsing_timeout=None), timeout_seconds=None)
+        found = parse(text, parsing_timeout=None)
+        return is_computed(expected, found) and verify(expected, found, timeout_seconds=None)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def is_computed(expected: list[Any], found: list[Any]) -> bool:
+    r"""Return False if a number is expected, and what was found still has to be computed.
+
+    To math-verify `3 + 4 + 2` equals 9, so a policy would learn to write the question as its answer. A fraction is a
+    number where no integer is expected, `50\%` and `4 \times 10^2` always.
+    """
+    from sympy import Eq, Expr, Mul, Pow, UnevaluatedExpr
+
+    def factors(value: Any) -> list[Any]:
+        return [each for part in value.args for each in factors(part)] if isinstance(value, Mul) else [value]
+
+    def is_scale(factor: Any) -> bool:  # a sign, a percentage, a power of ten, a denominator
+        is_power = isinstance(factor, Pow) and (factor.base == 10 or factor.exp == -1)
+        return is_power or isinstance(factor, UnevaluatedExpr) or abs(factor) == 1
+
+    def is_number(value: Any) -> bool:
+        others = [each for each in factors(value) if not is_scale(each)]
+        return len(others) <= 1 and all(each.is_Number for each in others)
+
+    if not found or not isinstance(expected[0], Expr) or not is_number(expected[0]):
+        return True
+    answer = found[0].rhs if isinstance(found[0], Eq) else found[0]
+    is_quotient = any(sign in str(found[-1]) for sign in ("frac", "/", ":"))
+    return isinstance(answer, Expr) and is_number(answer) and not (is_quotient and expected[0].is_Integer)
 
 
 if __name__ == "__main__":

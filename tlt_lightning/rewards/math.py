@@ -31,7 +31,8 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     Within the last `<answer>` block, or everywhere without one, the final answer is the last `\boxed{...}`, or what
     follows the last `####` (the form of GSM8K; a heading is none), or else what math-verify takes near the end: what
     follows the last "answer is", even if the text goes on, or the last expression or number. The answer column may hold
-    LaTeX, a number, or a whole GSM8K solution.
+    LaTeX, a number, or a whole GSM8K solution. Where it is a number, an expression that still has to be computed is
+    none: `3 + 4 + 2` is not 9, but the question.
 
     Raises:
         TimeoutError: If the comparison takes longer than `TIME_LIMIT`.
