@@ -164,10 +164,11 @@ def test_pieces_are_objects() -> None:
 
 
 @pytest.mark.slow
-def test_the_package_of_objectives_needs_torch_only() -> None:
+def test_objectives_and_engines_that_load_nothing_need_torch_only() -> None:
     code = (
-        "import sys, tlt_lightning.objectives;"
-        "print([name for name in ('lightning', 'transformers', 'vllm', 'jsonargparse') if name in sys.modules])"
+        "import sys, tlt_lightning.objectives, tlt_lightning.engine;"
+        "names = ('lightning', 'transformers', 'vllm', 'jsonargparse', 'torch.distributed.fsdp');"
+        "print([name for name in names if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

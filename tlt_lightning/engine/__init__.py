@@ -1,4 +1,7 @@
-"""Offer the rollout engines, which write responses."""
+"""Offer the rollout engines, which write responses.
+
+They import the policy when they are set up: engine hosts that load none do without torch's sharding.
+"""
 
 from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.ray.engine import RayEngine

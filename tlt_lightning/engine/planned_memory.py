@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.architectures import head_size
-from tlt_lightning.policy import policy_shapes
 from tlt_lightning.speculation.graph_plan import arms_by_batch
 from tlt_lightning.speculation.head_files import read_head
 
@@ -46,6 +45,8 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     own executor decides so too.
     """
     from transformers import AutoConfig
+
+    from tlt_lightning.policy import policy_shapes
 
     config: Any = AutoConfig.from_pretrained(policy).get_text_config()
     shapes, width = policy_shapes(policy), 4 if engine.dtype == "float32" else 2

@@ -21,7 +21,6 @@ from tlt_lightning.engine.requests import (
     tokens_so_far,
 )
 from tlt_lightning.engine.rng import EngineRandom
-from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.rollout import Request, Response, Sampling
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ class TransformersEngine(RolloutEngine):
 
     @override
     def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        from tlt_lightning.policy import end_token_ids, load_tokenizer
+
         self._tokenizer = load_tokenizer(policy)
         self._end_token_ids = end_token_ids(policy, self._tokenizer)
         self._max_model_len = max_model_len

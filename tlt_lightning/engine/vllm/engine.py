@@ -28,7 +28,6 @@ from tlt_lightning.engine.vllm.request_writer import RequestWriter, sampling_par
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
 from tlt_lightning.engine.vllm.speculation import Speculation, check_exact, install, speculation_args
 from tlt_lightning.model_files import check_files
-from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
 from tlt_lightning.ranks.joined_ranks import count_ranks
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.speculation.graph_plan import arms_by_batch
@@ -131,6 +130,8 @@ class VLLMEngine(RolloutEngine):
             ImportError: This vLLM is not supported.
             ValueError: vLLM would not run policy, head or quantization rightly.
         """
+        from tlt_lightning.policy import end_token_ids, load_tokenizer, policy_shapes
+
         internals.check_version()
         path = None if self.speculation is None else self.speculation.head
         check_architecture(policy, with_head=path is not None)
