@@ -24,6 +24,7 @@ PRELOADED = (
     "vllm.model_executor.models.qwen2",
     "speculators.models.eagle3",
     "datasets",
+    "torch.nn.attention.varlen",  # asks Python for the sources of its functions, a second in each rank
     "tests.support.rl_runs",
 )
 

@@ -20,7 +20,7 @@ from tlt_lightning.engine.vllm import request_writer
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.policy import PolicyWeights, load_policy
 from tlt_lightning.ranks.joined_ranks import JoinedRanks
-from tlt_lightning.rollout import Sampling
+from tlt_lightning.rollout import Request, Sampling
 from tlt_lightning.speculation import calibration
 from tlt_lightning.speculation.strategy import MeasuredStep, Strategy
 
@@ -29,7 +29,7 @@ class ClockSelector(ScriptedSelector):
     """Chooses by the clock, and by a look at which rank it is."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(("learned", "sibling", "mixed"))
+        super().__init__(("learned", "sibling", "mixed"), longest=3)
         self.num_chosen, self.measured = 0, list[MeasuredStep]()
         self.script = lambda state: self.choose(rank)
 
@@ -47,15 +47,20 @@ class ClockSelector(ScriptedSelector):
         self.measured = list(steps)
 
 
+def asked(num: int = 3) -> list[Request]:
+    """`siblings`, half as long."""
+    return [replace(each, max_tokens=(each.max_tokens or 0) // 2) for each in siblings(num)]
+
+
 def stop_one(engine: VLLMEngine, rank: int) -> list[list[Any]]:
     """After its first response, which is its last request's, rank 1 stops its first request and adds another one."""
     answers: list[list[Any]] = []
-    asked = siblings(1)
-    asked[-1] = replace(asked[-1], max_tokens=8)
-    for response in engine.generate(asked, GREEDY, seed=0):
+    requests = asked(1)
+    requests[-1] = replace(requests[-1], max_tokens=8)
+    for response in engine.generate(requests, GREEDY, seed=0):
         if rank == 1 and not answers:
-            engine.stop([asked[0].id])
-            engine.add([replace(asked[0], id=9)])
+            engine.stop([requests[0].id])
+            engine.add([replace(requests[0], id=9)])
         answers.append([response.request_id, response.finish_reason, list(response.token_ids)])
     return sorted(answers)
 
@@ -129,17 +134,17 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     engine.setup(policy, max_model_len=MAX_MODEL_LEN, seed=0)
     found: dict[str, Any] = {"open sockets": sum(path.is_socket() for path in Path(out).iterdir())}
     engine.update_weights(PolicyWeights(load_policy(other_policy)), 0)
-    found["other"] = write(engine, siblings() if rank == 0 else siblings()[:5])  # each has requests of its own
+    found["other"] = write(engine, asked() if rank == 0 else asked()[:5])  # each has requests of its own
     engine.update_weights(PolicyWeights(load_policy(policy)), 1)
     engine.warm_up()
     found["measured"] = [[step.batch_size, repr(step.strategy), step.seconds] for step in selector.measured]
-    found["greedy"] = write(engine, siblings())
+    found["greedy"] = write(engine, asked())
     engine.update_drafter(load_file(Path(better_head) / "model.safetensors").items(), 1)
-    found["with a better head"] = write(engine, siblings())
+    found["with a better head"] = write(engine, asked())
     found["stats"] = {name: n for name, n in engine.stats().items() if not name.endswith("_per_s")}
-    found["sampled"] = write(engine, siblings(), Sampling(max_tokens=64), seed=3)
+    found["sampled"] = write(engine, asked(), Sampling(max_tokens=64), seed=3)
     found["chosen"], found["learned"] = selector.num_chosen, len(selector.records)
-    found["none"] = write(engine, [] if rank == 0 else siblings())
+    found["none"] = write(engine, [] if rank == 0 else asked())
     found["stopped"] = stop_one(engine, rank)
     engine.close()
     found |= part(policy, rank)
