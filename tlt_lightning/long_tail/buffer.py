@@ -81,9 +81,9 @@ class DrafterBuffer:
         """Take one iteration's sequences; keep long ones of the iteration before, and none older.
 
         Some of every length are kept where not all fit, as those of `request` do; those too short for a draft are
-        dropped. No sequences change nothing. With a single prompt, sequences of it are held out. Texts that `come_again`
-        among others are held out by their own hash alone, however few that are; up to two of earlier ones stay in their
-        place. Tensors must not be views of larger ones, or the bound would not hold.
+        dropped. No sequences change nothing. With a single prompt, sequences of it are held out. Texts that
+        `come_again` among others are held out by their own hash alone, however few that are; up to two of earlier ones
+        stay in their place. Tensors must not be views of larger ones, or the bound would not hold.
         """
         sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
