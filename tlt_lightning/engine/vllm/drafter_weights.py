@@ -1,4 +1,4 @@
-"""Replace, keep and read back the head's weights in a live engine."""
+"""Replace and keep the head's weights in a live engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.kv_catch_up import is_block_head
-from tlt_lightning.engine.vllm.policy_weights import quiet_loading
+from tlt_lightning.engine.vllm.policy_weights import faults_of, quiet_loading
 from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.speculation.head_files import canonical_name
@@ -20,13 +20,6 @@ from tlt_lightning.speculation.head_files import canonical_name
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
-_STACKED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
 _MAP, _OUTPUT = "d2t", "lm_head.weight"
 _FUSED = ("_fused_kv_weight", "_k_norm_weights")  # of a block head: those of its layers, beside each other
 
@@ -65,7 +58,6 @@ class HeadWeights:
 
         Raises:
             ValueError: Nothing was touched: a tensor belongs to the policy, is unknown, missing or of the wrong shape.
-            RuntimeError: What the engine holds afterwards is not what was sent.
         """
         device = next(self._policy.parameters()).device  # where checks of hundreds of millions of numbers take no time
         tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
@@ -75,12 +67,6 @@ class HeadWeights:
             self._draft(drafted)
         _load(self.engine, self.head, tensors)
         self._is_kept = False
-        for name, parts in _by_module(tensors):
-            module = self.head.get_submodule(name)
-            expected = torch.cat(parts_of_this_rank(module, parts))
-            held = held_weight(module)[: expected.shape[0]]
-            if not torch.equal(held, expected.to(held.device, held.dtype)):
-                raise RuntimeError(f"The head's {name!r} does not hold the weights that `update_drafter` was given.")
 
     @torch.no_grad()
     def _draft(self, d2t: Tensor) -> None:
@@ -131,17 +117,9 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """
     known = {canonical_name(name): tuple(shape) for name, shape in shapes.items()}
     policys = {name for name in known if "embed_tokens" in name or name == "t2d" or (shares_head and name == _OUTPUT)}
-    trainable = known.keys() - policys
-    faults = {
-        "not trainable tensors of the head": sorted(tensors.keys() - trainable),
-        "missing": sorted(trainable - {_OUTPUT, _MAP} - tensors.keys()),
-        "of the wrong shape": [
-            f"{name} {tuple(tensor.shape)} instead of {known[name]}"
-            for name, tensor in tensors.items()
-            if tuple(tensor.shape) != known.get(name, tuple(tensor.shape))
-        ],
-        "not finite": sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()),
-    }
+    trainable = {name: known[name] for name in known.keys() - policys}
+    faults = faults_of({name: each.shape for name, each in tensors.items()}, trainable, optional=(_OUTPUT, _MAP))
+    faults["not finite"] = sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all())
     if found := "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names):
         raise ValueError(f"`update_drafter` changed nothing: {found}.")
 
@@ -171,40 +149,3 @@ def fused_in_place(model: Any) -> Iterator[None]:
         if tensor is not None:
             tensor.copy_(getattr(model, name))
             setattr(model, name, tensor)
-
-
-def _by_module(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield names of vLLM's modules, each with the saved tensors that it stacks."""
-    stacks: dict[str, list[Tensor]] = {}
-    order = {name: index for index, name in enumerate(_STACKED)}
-    for name in sorted(tensors, key=lambda name: order.get(name.split(".")[-2], 0)):
-        module, _, leaf = name.removesuffix(".weight").rpartition(".")
-        path = f"{module}.{_STACKED.get(leaf, leaf)}" if module else leaf
-        stacks.setdefault(path if path == "lm_head" else f"model.{path}", []).append(tensors[name])
-    yield from stacks.items()
-
-
-def parts_of_this_rank(module: Any, parts: list[Tensor]) -> list[Tensor]:
-    """Return the parts of saved tensors that `module` holds, stacked, on this rank of a tensor-parallel engine."""
-    rank, num_ranks = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-    if num_ranks == 1:
-        return parts
-    if hasattr(module, "shard_indices"):  # an output layer, whose vocabulary is padded
-        held = module.shard_indices
-        return [parts[0][held.org_vocab_start_index : held.org_vocab_end_index]]
-    if parts[0].dim() == 1 or not hasattr(module, "output_size_per_partition"):
-        return parts  # a norm or `fc`, whole on each rank
-    if module.input_size_per_partition < module.input_size:
-        return [parts[0].chunk(num_ranks, dim=1)[rank]]
-    # Ranks that are more than the keys' heads share them.
-    shared = [1, *[getattr(module, "num_kv_head_replicas", 1)] * (len(parts) - 1)]
-    return [part.chunk(num_ranks // by)[rank // by] for part, by in zip(parts, shared, strict=True)]
-
-
-@torch.inference_mode()
-def held_weight(module: Any) -> Tensor:
-    """Return a layer's weight, (outputs, inputs); read by use where the CPU packs weights."""
-    if module.weight.numel():
-        return module.weight
-    inputs = torch.eye(getattr(module, "input_size_per_partition", module.input_size), dtype=module.weight.dtype)
-    return module.quant_method.apply(module, inputs).T  # calling the module would add up what other ranks hold

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -69,19 +69,21 @@ def quiet_loading() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def check_shapes(given: Shapes, expected: Shapes) -> None:
-    """Raise ValueError that names every tensor missing, unknown or of another shape."""
-    wrong = [
-        f"{name} {tuple(shape)} instead of {tuple(expected[name])}"
-        for name, shape in given.items()
-        if name in expected and tuple(shape) != tuple(expected[name])
-    ]
-    faults = {
-        "missing": sorted(expected.keys() - given.keys()),
+def faults_of(given: Shapes, expected: Shapes, optional: Collection[str] = ()) -> dict[str, list[str]]:
+    """Return the tensors that are missing, unknown and of the wrong shape, under these words."""
+    both = [(name, tuple(has), tuple(expected[name])) for name, has in given.items() if name in expected]
+    return {
+        "missing": sorted(expected.keys() - given.keys() - {*optional}),
         "unknown": sorted(given.keys() - expected.keys()),
-        "of the wrong shape": wrong,
+        "of the wrong shape": [
+            f"{name} {shape} instead of {wanted}" for name, shape, wanted in both if shape != wanted
+        ],
     }
-    found = [f"{len(names)} {fault} ({_some(names)})" for fault, names in faults.items() if names]
+
+
+def check_shapes(given: Shapes, expected: Shapes) -> None:
+    """Raise ValueError that names tensors missing, unknown or of another shape."""
+    found = [f"{len(names)} {fault} ({_some(names)})" for fault, names in faults_of(given, expected).items() if names]
     if found:
         raise ValueError(
             f"`update_weights` got {len(given)} tensors of a policy that has {len(expected)}, and changed nothing: "

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.drafters.draft_texts import make_drafter, pack, quality_on, read_by_target
+from tests.support.drafters.held_weights import different_weights
 from tests.support.speculation_engines import (
     PROMPTS,
     ScriptedSelector,
@@ -108,6 +109,7 @@ def test_weights_that_it_is_given_are_those_that_it_drafts_with(
             warm.load_trainable(dict(warm.trainable_tensors()) | taken(trained, warm))
         tokens = [] if warm.head is None or warm.head.d2t is None else [("d2t", warm.head.d2t)]
         engine.update_drafter([*warm.trainable_tensors(), *tokens], 1)
+        assert different_weights(engine, warm.trainable_tensors()) == []
         assert written(engine, policy, Strategy(5)) > 2
 
 

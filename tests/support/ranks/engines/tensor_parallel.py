@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from typing_extensions import override
 
+from tests.support.drafters.held_weights import different_weights
 from tests.support.speculation_engines import GREEDY, MAX_MODEL_LEN, ScriptedSelector, siblings, write
 from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.vllm import request_writer
@@ -139,7 +140,9 @@ def main(policy: str, other_policy: str, head: str, better_head: str, out: str) 
     engine.warm_up()
     found["measured"] = [[step.batch_size, repr(step.strategy), step.seconds] for step in selector.measured]
     found["greedy"] = write(engine, asked())
-    engine.update_drafter(load_file(Path(better_head) / "model.safetensors").items(), 1)
+    better = load_file(Path(better_head) / "model.safetensors")
+    engine.update_drafter(better.items(), 1)
+    assert different_weights(engine, better.items()) == []
     found["with a better head"] = write(engine, asked())
     found["stats"] = {name: n for name, n in engine.stats().items() if not name.endswith("_per_s")}
     found["sampled"] = write(engine, asked(), Sampling(max_tokens=64), seed=3)
