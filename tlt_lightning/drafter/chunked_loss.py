@@ -6,7 +6,7 @@ adds to its logits. It is taken while a chunk's logits exist: they are computed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,7 @@ LOSSES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 
 
 def check_names(loss: str | Mapping[str, float]) -> None:
-    """Raise ValueError for a name that `LOSSES` lacks; TypeError unless `loss` is a name, or names with weights."""
-    if not isinstance(loss, str | Mapping):
-        raise TypeError(
-            f"`loss` must be a name, or names with their weights, as in {{'ce': 0.1, 'nla': 0.9}}, got {loss!r}."
-        )
+    """Raise ValueError for a name that `LOSSES` lacks, or a weight that is none."""
     weights = {loss: 1.0} if isinstance(loss, str) else loss
     if not weights or set(weights) - set(LOSSES):
         raise ValueError(f"`loss` names {', '.join(map(str, weights)) or 'nothing'}; choose from {', '.join(LOSSES)}.")
@@ -91,22 +87,12 @@ def predict(
         top1=torch.zeros_like(weights, dtype=torch.bool),
         top3=torch.zeros_like(weights, dtype=torch.bool),
     )
-    chunk = max(1, _LOGITS // len(head.lm_head.weight))
-    chunk = max(chunk - chunk % _TILE, min(chunk, _TILE))
-    # Steps of a whole pack are compared together, as many as are a chunk: small heads are bound by their kernels.
-    together = max(1, chunk // num_entries)
-    for start in range(0, num_entries, chunk):
-        stop = min(start + chunk, num_entries)
+    for at, pieces in _chunks(num_steps, num_entries, len(head.lm_head.weight)):
         with torch.no_grad():
-            targets = _logits(head.verifier_lm_head.weight, head.verifier_norm(last_states[start:stop]))
-        for first in range(0, num_steps, together):
-            steps = range(first, min(first + together, num_steps))
-            # Targets `start` to `stop` belong to the entries `step` before them; of steps together the last have none.
-            rows = slice(max(0, start - first), stop if len(steps) > 1 else max(0, stop - first))
-            if rows.start == rows.stop:
-                continue
+            targets = _logits(head.verifier_lm_head.weight, head.verifier_norm(last_states[at]))
+        for steps, rows in pieces:
             here, length = (slice(steps.start, steps.stop), rows), rows.stop - rows.start
-            parts = [_from(targets, rows.start + step - start, length) for step in steps]
+            parts = [_from(targets, rows.start + step - at.start, length) for step in steps]
             theirs = torch.stack(parts) if len(parts) > 1 else parts[0][None]
             inputs = [each[here].detach().requires_grad_(needs_grad) for each in learns[:2]]
             with torch.set_grad_enabled(needs_grad):
@@ -132,6 +118,21 @@ def predict(
                     watch(step, slice(rows.start, rows.start + known), mine[:known], its[:known])
     total = (result.losses * weights).sum()
     return result, _WithGradient.apply(total, gradients, *learns) if needs_grad else total
+
+
+def _chunks(num_steps: int, num_entries: int, vocab_size: int) -> Iterator[tuple[slice, list[tuple[range, slice]]]]:
+    """Yield targets whose logits are held at once, with the steps compared together with them, and their entries."""
+    chunk = max(1, _LOGITS // vocab_size)
+    chunk = max(chunk - chunk % _TILE, min(chunk, _TILE))
+    # Steps of a whole pack are compared together, as many as are a chunk: small heads are bound by their kernels.
+    together = max(1, chunk // num_entries)
+    groups = [range(first, min(first + together, num_steps)) for first in range(0, num_steps, together)]
+    for start in range(0, num_entries, chunk):
+        stop = min(start + chunk, num_entries)
+        # Targets `start` to `stop` belong to the entries `step` before them; of steps together the last have none.
+        of_groups = ((max(0, start - each[0]), stop if len(each) > 1 else max(0, stop - each[0])) for each in groups)
+        pieces = [(steps, slice(*rows)) for steps, rows in zip(groups, of_groups, strict=True) if rows[0] < rows[1]]
+        yield slice(start, stop), pieces
 
 
 def _logits(weight: Tensor, states: Tensor) -> Tensor:
