@@ -8,9 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_module, make_trainer
+from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tlt_lightning import RLModule, RolloutCallback
 from tlt_lightning.objectives import GRPO
 
@@ -176,12 +175,6 @@ def test_a_callback_takes_truncated_responses_out_of_the_loss(
     assert 0 < num_finished < 16
 
 
-class Manual(RLModule):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
-
-
 class Adds(RLModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
@@ -194,12 +187,6 @@ class Adds(RLModule):
     def configure_optimizers(self) -> Any:  # may take the place of the module's own
         assert self.policy is not None
         return torch.optim.SGD(self.policy.parameters(), lr=0.1)
-
-
-def test_a_module_whose_optimizer_nobody_steps_is_refused(paths: tuple[str, str, Path]) -> None:
-    policy_path, prompts_path, root = paths
-    with pytest.raises(MisconfigurationException, match=r"`Manual\.automatic_optimization` is False.*leave it True"):
-        make_trainer(root).fit(Manual(policy_path, GRPO()), make_data(prompts_path, NeverLoaded()))
 
 
 def test_a_module_that_adds_to_what_a_run_needs_runs(paths: tuple[str, str, Path]) -> None:

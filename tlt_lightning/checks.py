@@ -41,11 +41,6 @@ def check_trainer(trainer: L.Trainer) -> None:
     count_in_prompts(trainer)
     check_settings(trainer)
     _check_strategy(trainer)
-    if not getattr(trainer.lightning_module, "automatic_optimization", True):
-        raise MisconfigurationException(
-            f"`{type(trainer.lightning_module).__name__}.automatic_optimization` is False, and nobody would take the "
-            "optimizer's steps: leave it True."
-        )
     if trainer.state.fn == "fit" and hasattr(trainer.lightning_module, "lr_scheduler"):
         check_optimization(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -22,11 +22,6 @@ def check_requests(
     """
     if len({request.id for request in requests} - {*taken}) < len(requests):
         raise ValueError(f"`requests` repeats ids: {len(requests)} requests; number them, responses carry the id back.")
-    if sampling.stop_strings and any(request.written is not None for request in requests):
-        raise ValueError(
-            f"`requests` continues a response, and `sampling.stop_strings` is {sampling.stop_strings}: one across the "
-            "seam would be missed. Use `stop_token_ids`."
-        )
     prompts = {id(request.prompt_ids): request.prompt_ids for request in requests}.values()  # of a group the same
     for place, texts in (("a prompt", prompts), ("`stop_token_ids`", [sampling.stop_token_ids])):
         ends = {end(text) for text in texts if len(text) for end in (min, max)}

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common.cheap_engine import CheapEngine
 from tests.support.ranks.rank_processes import run_ranks
-from tlt_lightning import RayEngine, TransformersEngine, VLLMEngine
+from tlt_lightning import RayEngine, VLLMEngine
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import remote_host
 
@@ -103,8 +103,3 @@ def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install tlt-lightning\[ray\]"):
         RayEngine(CheapEngine())
-
-
-def test_an_engine_of_the_trainers_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="`engine` is TransformersEngine, and an engine host is a process with"):
-        RayEngine(TransformersEngine())

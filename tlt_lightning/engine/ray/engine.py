@@ -25,7 +25,8 @@ class RayEngine(RolloutEngine):
     They write while the policy is trained, and take new weights while they write; `docs/ray.md` tells what travels how.
 
     Args:
-        engine: What each of them is, with all its settings. Its `max_num_seqs` and cache are those of one.
+        engine: What each of them is, such as a `VLLMEngine`, with weights and all settings of its own. Its
+            `max_num_seqs` and cache are those of one.
         num_engines: How many, over all ranks; each rank has as many of its own.
         gpus_per_engine: GPUs of each; None takes one for each of its ranks (`tensor_parallel`) where the trainer has
             one or Ray finds any.
@@ -45,12 +46,6 @@ class RayEngine(RolloutEngine):
     ) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ImportError("`RayEngine` needs Ray: `pip install tlt-lightning[ray]`.")
-        has_weights = type(engine).attach is RolloutEngine.attach  # else it writes with the trainer's, in its process
-        if engine.runs_on or not has_weights:
-            raise ValueError(
-                f"`engine` is {type(engine).__name__}, and an engine host is a process with weights of its own: give "
-                "one such as `VLLMEngine`."
-            )
         self.engine, self.num_engines, self.address = engine, num_engines, address
         self.gpus_per_engine = gpus_per_engine
         self.can_stop, self.seeds_requests = engine.can_stop, engine.seeds_requests

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from tlt_lightning.training.memory.forecast import GIB, MemoryForecast, TrainedModel, check_fits, forecast
+from tlt_lightning.training.memory.forecast import MemoryForecast, TrainedModel, check_fits, forecast
 from tlt_lightning.training.memory.passes import Passes
 
 if TYPE_CHECKING:
@@ -98,12 +98,6 @@ def choose_passes(
         )
         return candidates[-1], None
     rank_zero_info("An update in passes of %s tokens:\n%s", f"{passes.micro_batch_tokens:,}", planned.table())
-    if planned.rollout > available:
-        log.warning(
-            "A rollout would take %.1f GiB, and the device has %.1f GiB; lower `data.engine.gpu_memory_utilization` or "
-            "`data.engine.max_num_seqs`.",
-            *(planned.rollout / GIB, available / GIB),
-        )
     check_fits(planned, available, passes)
     return passes, planned
 
