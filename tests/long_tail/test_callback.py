@@ -47,9 +47,9 @@ def set_up(callback: LongTailIdleCallback, engine: RolloutEngine, policy: str = 
 @pytest.mark.parametrize(
     ("engine", "policy", "message"),
     [
-        (TransformersEngine(), POLICY, "`engine` is a TransformersEngine that does not speculate"),
-        (VLLMEngine(), POLICY, r"VLLMEngine that does not speculate.*drafters: \[learned, sibling\]"),
-        (make_engine(FixedSelector(3, "ngram"), ngram=True), POLICY, "never asks for it.*learned"),
+        (TransformersEngine(), POLICY, "`engine`, a TransformersEngine, never asks for it"),
+        (VLLMEngine(), POLICY, r"VLLMEngine, never asks for it.*drafters: \[learned, sibling\]"),
+        (make_engine(FixedSelector(3, "ngram"), ngram=True), POLICY, "'learned'.*never asks for it"),
         (make_engine(fixed()), "another/policy", r"target` is .*policy.*but the policy is 'another/policy'"),
         (make_engine(fixed(), head="somewhere", cold_head=False), POLICY, "give the head as `drafter.head` alone"),
     ],

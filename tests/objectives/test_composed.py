@@ -169,7 +169,7 @@ def test_a_missing_tensor_is_named(missing: str, vectors: SimpleNamespace) -> No
 
 
 def test_an_advantage_that_needs_a_critic_is_refused_without_one() -> None:
-    with pytest.raises(ValueError, match=r"GAE needs a critic and GRPO trains none.* `advantage: GroupNormalized`"):
+    with pytest.raises(ValueError, match=r"GAE needs a critic, and GRPO trains none.* as `GroupNormalized`"):
         GRPO(advantage=GAE())
 
 

@@ -89,7 +89,7 @@ def test_what_ppo_needs_from_the_trainer() -> None:
 
 
 def test_an_advantage_without_targets_for_the_critic_is_refused() -> None:
-    with pytest.raises(ValueError, match="gives the critic no targets"):
+    with pytest.raises(ValueError, match="GroupNormalized needs no critic, and PPO trains one"):
         PPO(advantage=GroupNormalized())
 
 

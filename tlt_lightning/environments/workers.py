@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tlt_lightning.rewards.pool import MAX_STUCK
+from tlt_lightning.rewards.pool import MAX_STUCK, within
 
 MAX_THREADS = 256
 """Plain methods that run at once; more wait."""
@@ -135,13 +135,7 @@ class EnvironmentWorkers:
         self._ended.put((key, result))
 
     async def _in_time(self, value: Any) -> Any:
-        try:
-            async with asyncio.timeout(self.seconds) as limit:
-                return await value
-        except TimeoutError as error:
-            if limit.expired():
-                raise Late(f"no answer within {self.seconds} s") from error
-            raise
+        return await within(self.seconds, value, Late(f"no answer within {self.seconds} s"))
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()

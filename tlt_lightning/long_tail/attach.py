@@ -87,16 +87,11 @@ class ServedHead:
 def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> Speculation:
     """Return how the engine speculates; MisconfigurationException if `drafter` does not fit."""
     speculation: Speculation | None = engine.speculation
-    if speculation is None:
-        raise MisconfigurationException(
-            f"`LongTailIdleCallback` trains a drafter, but `engine` is a {type(engine).__name__} that does not "
-            f"speculate, and nobody would use it; set `speculation` of a `VLLMEngine`, {_SELECTOR}."
-        )
     check_drafter(drafter, policy)
-    if not _learned_arms(engine, speculation):
+    if speculation is None or not _learned_arms(engine, speculation):
         raise MisconfigurationException(
-            "`LongTailIdleCallback` trains the drafter 'learned', but `engine.speculation.selector` never asks for it; "
-            f"name it, {_SELECTOR}."
+            f"`LongTailIdleCallback` trains the drafter 'learned', and `engine`, a {type(engine).__name__}, never asks "
+            f"for it; set `speculation` of a `VLLMEngine`, {_SELECTOR}."
         )
     return speculation
 

@@ -61,11 +61,12 @@ class ComposedObjective(PolicyObjective):
     def __post_init__(self) -> None:
         for each in fields(self):  # a subclass's too, whose constructor is its own
             check_argument(each.name, getattr(self, each.name), each.type)
-        if self.advantage.needs_critic and not self.needs_critic:
+        if self.advantage.needs_critic != self.needs_critic:
+            has, trains = ("a", "none") if self.advantage.needs_critic else ("no", "one")
             raise ValueError(
-                f"`advantage` {type(self.advantage).__name__} needs a critic and {type(self).__name__} trains none; "
-                "use PPO, or name another, as in `advantage: GroupNormalized`. A recipe's `advantage` stays when only "
-                "`class_path` is changed."
+                f"`advantage` {type(self.advantage).__name__} needs {has} critic, and {type(self).__name__} trains "
+                f"{trains}: `GAE` is for `PPO`, and others, as `GroupNormalized`, for other objectives. A recipe's "
+                "`advantage` stays when only `class_path` is changed."
             )
 
     @property

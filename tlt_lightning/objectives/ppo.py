@@ -69,14 +69,6 @@ class PPO(ComposedObjective):
     value_clip: Positive | None = 0.2
     target_kl: Positive | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.advantage.needs_critic:
-            raise ValueError(
-                f"`advantage` {type(self.advantage).__name__} gives the critic no targets; use GAE, or an objective "
-                "without a critic such as ReinforcePlusPlus."
-            )
-
     @property
     def stop_at_kl(self) -> float | None:
         return self.target_kl

@@ -243,7 +243,7 @@ def run(call: Call, timeout: float) -> float | None:
     """Call the reward, to the end of its coroutine if any; return a finite score, None where it does not apply."""
     value: Any = call.term(call.prompt, call.response, deepcopy(call.row))
     if inspect.isawaitable(value):
-        value = asyncio.run(finish(value, timeout))
+        value = asyncio.run(within(timeout, value, late(timeout)))
     value = call.term.score_of(value)
     return None if value is None else as_score(value, call.term.weight)
 
@@ -259,14 +259,14 @@ def as_score(value: Any, weight: float = 1.0) -> float:
     return score
 
 
-async def finish(value: Awaitable[Any], timeout: float) -> Any:
-    """Await `value` for `timeout` s at most, then cancel it."""
+async def within(seconds: float, value: Awaitable[Any], late: Exception) -> Any:
+    """Await `value` for `seconds` at most, then cancel it and raise `late`."""
     try:
-        async with asyncio.timeout(timeout) as limit:
+        async with asyncio.timeout(seconds) as limit:
             return await value
     except TimeoutError as error:
         if limit.expired():
-            raise late(timeout) from error
+            raise late from error
         raise
 
 

@@ -20,8 +20,6 @@ PROMPTS = "checksum of the training prompts"
 _CHOICES = {"model": ("objective", "reference"), "data": ("rewards", "sampling", "schedule", "dynamic_sampling")}
 """Arguments of module and data module that decide what is written and what is learned from it."""
 
-_OTHERWISE = "The resumed run goes on otherwise than the one that wrote the checkpoint: %s."
-
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
@@ -130,7 +128,7 @@ def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mappin
 def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Warn of each changed setting that makes the resumed run go on otherwise."""
     if changes := [each for name in now for each in _differences(name, saved[name], now[name])]:
-        log.warning(_OTHERWISE, "; ".join(changes))
+        log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", "; ".join(changes))
 
 
 def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> None:
@@ -138,15 +136,14 @@ def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, da
 
     A checkpoint without descriptions warns of nothing.
     """
-    changes = [
-        change
-        for room, part in (("model", module), ("data", data))
-        for name in _CHOICES[room]
-        if name in (saved := checkpoint.get(part.CHECKPOINT_HYPER_PARAMS_KEY, {})) and name in part.hparams
-        for change in _differences(f"{room}.{name}", saved[name], part.hparams[name])
-    ]
-    if changes:
-        log.warning(_OTHERWISE, "; ".join(changes))
+    saved: dict[str, Any] = {}
+    now: dict[str, Any] = {}
+    for room, part in (("model", module), ("data", data)):
+        was = checkpoint.get(part.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        for name in _CHOICES[room]:
+            if name in was and name in part.hparams:
+                saved[f"{room}.{name}"], now[f"{room}.{name}"] = was[name], part.hparams[name]
+    warn_of_changes(saved, now)
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
