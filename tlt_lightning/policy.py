@@ -104,9 +104,7 @@ def load_policy(
         log.warning(
             "`%s` %r is a %s, whose layers would mix sequences laid end to end: passes over it are padded instead, "
             "to the same result.",
-            argument,
-            path,
-            type(model).__name__,
+            *(argument, path, type(model).__name__),
         )
     model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
     adapted = with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off

@@ -19,6 +19,19 @@ FAILURES = ("_errors", "_timeouts")
 """Ends of the metrics that count a reward's failures."""
 
 
+_IN_LINE = {
+    "val/loss": "val loss {val/loss:.4f}",
+    "val/accuracy": "val accuracy {val/accuracy:.3f}",
+    "rollout/length_max": "length p50 {rollout/length_p50:,.0f} max {rollout/length_max:,.0f}",
+    "rollout/truncated": "truncated {rollout/truncated:.1%}",
+    "rollout/tokens_per_s": "{rollout/tokens_per_s:,.0f} tok/s",
+    "schedule/age": "age {schedule/age:.2f}",
+    "speculation/acceptance_length": "accept {speculation/acceptance_length:.2f}",
+    "train/mfu": "mfu {train/mfu:.0%}",
+}
+"""What is said of an iteration in its line, where the metric was logged."""
+
+
 def rollout_label(trainer: L.Trainer) -> str:
     """Name the rollout that runs now: its iteration, or another use."""
     if trainer.sanity_checking:
@@ -59,22 +72,8 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
         parts.append(f"reward {metrics['reward/mean']:.3f}{spread}{_rewards_by_name(metrics)}")
     elif "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4f}")
-    if "val/loss" in metrics:
-        parts.append(f"val loss {metrics['val/loss']:.4f}")
-    if "val/accuracy" in metrics:
-        parts.append(f"val accuracy {metrics['val/accuracy']:.3f}")
-    if "rollout/length_p50" in metrics and "rollout/length_max" in metrics:
-        parts.append(f"length p50 {metrics['rollout/length_p50']:,.0f} max {metrics['rollout/length_max']:,.0f}")
-    if "rollout/truncated" in metrics:
-        parts.append(f"truncated {metrics['rollout/truncated']:.1%}")
-    if "rollout/tokens_per_s" in metrics:
-        parts.append(f"{metrics['rollout/tokens_per_s']:,.0f} tok/s")
-    if "schedule/age" in metrics:
-        parts.append(f"age {metrics['schedule/age']:.2f}")
-    if "speculation/acceptance_length" in metrics and metrics.get("speculation/off_share", 0.0) < 1:
-        parts.append(f"accept {metrics['speculation/acceptance_length']:.2f}")
-    if "train/mfu" in metrics:
-        parts.append(f"mfu {metrics['train/mfu']:.0%}")
+    hidden = {"speculation/acceptance_length"} if metrics.get("speculation/off_share") == 1 else set()
+    parts += [text.format_map(metrics) for name, text in _IN_LINE.items() if name in metrics.keys() - hidden]
     if "time/iteration" in metrics:
         parts.append(_seconds_by_stage(metrics))
     return "  ".join(parts)

@@ -212,8 +212,8 @@ class RunReport(RolloutCallback):
         }
         self._replace(self.dirpath / "report.html", page(data))
 
-    def _replace(self, target: Path, text: str) -> bool:
-        """Replace a file in one go; one that cannot be written is no reason to end a run. Return True if it could."""
+    def _replace(self, target: Path, text: str) -> None:
+        """Replace a file in one go; one that cannot be written is no reason to end a run."""
         try:
             self.dirpath.mkdir(parents=True, exist_ok=True)
             self._keep_earlier()
@@ -223,24 +223,21 @@ class RunReport(RolloutCallback):
             log.warning("%s cannot be written, what it shows may be old: %s", target, error)
             with suppress(OSError):
                 part_of(target).unlink()
-            return False
-        return True
 
     def _write(self, trainer: L.Trainer, exception: BaseException | None) -> None:
         measured = summarize(self.history, self.accuracy_before)
         is_interrupted = exception is not None
         summary = {"seed": given_seed(), **measured, "seconds": round(self._seconds, 3), "interrupted": is_interrupted}
-        summary_path = self.dirpath / "summary.json"
-        has_summary = self._replace(summary_path, json.dumps(summary, indent=2) + "\n")
+        files = {"summary": self.dirpath / "summary.json", "report": self.dirpath / "report.html"}
+        self._replace(files["summary"], json.dumps(summary, indent=2) + "\n")
         count, ended = summary["iterations"], "interrupted" if is_interrupted else "finished"
         lines = [f"run {ended} after {count} iteration{'s' * (count != 1)}"]
         checkpoints = _checkpoints(trainer)
         lines += [f"  checkpoint  {path}{_held_by(path)}" for path in checkpoints]
         lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
-        lines += [f"  summary     {summary_path}" if has_summary else "  the summary could not be written"]
         if self.history:
             self._write_page(trainer, "finished" if exception is None else f"interrupted by {type(exception).__name__}")
-            lines += [f"  report      {path}" for path in [self.dirpath / "report.html"] if path.is_file()]
+        lines += [f"  {name:11} {path}" for name, path in files.items() if path.is_file()]
         if checkpoints:
             path = shlex.quote(checkpoints[-1])
             lines += [

@@ -224,11 +224,7 @@ def load_prompts(
     if num_dropped:
         log.warning(
             "%d of %d prompts of %s are longer than `max_prompt_tokens` %d and left out; the longest has %d tokens.",
-            num_dropped,
-            num_dropped + len(prompts),
-            source.name,
-            max_prompt_tokens,
-            longest,
+            *(num_dropped, num_dropped + len(prompts), source.name, max_prompt_tokens, longest),
         )
     if not prompts:
         raise ValueError(f"No prompt of {source.name} is left within `max_prompt_tokens` {max_prompt_tokens}.")

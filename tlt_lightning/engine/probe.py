@@ -66,10 +66,7 @@ def warn_of_mismatch(kl: float, iteration: int, dtype: str = "bfloat16") -> None
         log.warning(
             "Iteration %d: `mismatch/kl` is %.3g nats a token, where rounding explains %.2g: the engine samples from "
             "another policy than the one that is trained. %s.",
-            iteration,
-            kl,
-            limit,
-            _causes(dtype),
+            *(iteration, kl, limit, _causes(dtype)),
         )
 
 

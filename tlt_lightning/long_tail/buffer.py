@@ -101,9 +101,7 @@ class DrafterBuffer:
             log.warning(
                 "None of an iteration's %d sequences fits the drafter's buffer: the shortest has %d bytes, `max_bytes`"
                 " is %d. Raise it, or the drafter learns nothing from this iteration.",
-                len(newest),
-                shortest,
-                self.max_bytes,
+                *(len(newest), shortest, self.max_bytes),
             )
 
     def request(self, layer_ids: tuple[int, ...], hidden_size: int, share: float, seed: int) -> HiddenStateRequest:
