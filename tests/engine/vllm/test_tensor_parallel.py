@@ -42,8 +42,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     found[0]["sockets"] = [path.name for path in out.iterdir() if path.is_socket()]
     texts = {name: greedy_texts(path, 32) for name, path in (("greedy", policy), ("other", other))}
     found[0]["expected"] = {
-        name: [whole[i % 4][len(PROMPTS[0]) :][: (64 - 5 * i) // 2] for i in range(12)]
-        for name, whole in texts.items()
+        name: [whole[i % 4][len(PROMPTS[0]) :][: (64 - 5 * i) // 2] for i in range(12)] for name, whole in texts.items()
     }
     return found
 
