@@ -51,28 +51,28 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "name"),
-    [(torchrun, "TorchElasticEnvironment"), (slurm, "SLURMEnvironment")],
-    ids=["torchrun", "slurm"],
-)
-def test_two_nodes_share_a_run_whoever_starts_them(
-    launcher: Callable[..., Ended], name: str, policy_path: str, prompts_path: str, tmp_path: Path
-) -> None:
-    ended = launcher(tmp_path, policy_path, prompts_path, str(tmp_path), "whole")
+def test_two_nodes_that_slurm_starts_share_a_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    ended = slurm(tmp_path, policy_path, prompts_path, str(tmp_path), "whole")
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
     first, second = results(tmp_path)
-    assert first["launcher"] == second["launcher"] == name
+    assert first["launcher"] == second["launcher"] == "SLURMEnvironment"
     assert first["weights"] == second["weights"]
     assert len({*first["prompts"]} | {*second["prompts"]}) == 8  # two iterations of four prompts, each on one node
     assert len({*first["prompts"]}) == len({*second["prompts"]}) == 4
 
 
-@pytest.mark.parametrize("launcher", [torchrun, slurm])
-def test_a_node_that_fails_ends_the_other_with_its_reason(
-    launcher: Callable[..., Ended], policy_path: str, prompts_path: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [(torchrun, "TorchElasticEnvironment"), (slurm, "SLURMEnvironment")],
+    ids=["torchrun", "slurm"],
+)
+def test_a_node_that_fails_ends_the_other_with_its_reason_and_until_then_they_share_the_run(
+    launcher: Callable[..., Ended], name: str, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     ended = launcher(tmp_path, policy_path, prompts_path, str(tmp_path), "fail")
     assert ended.statuses == [1, 1]
     assert "rank 1 ended with RuntimeError: the second node is made to fail" in (tmp_path / "stderr0").read_text()
-    assert not (tmp_path / "rank0.json").exists()
+    first, second = results(tmp_path)
+    assert first["launcher"] == second["launcher"] == name
+    assert first["weights"] == second["weights"]
+    assert len({*first["prompts"][:8]} | {*second["prompts"]}) == 4  # of the first iteration, four responses each

@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tlt_lightning import RLModule
 
 
 class Fail(L.Callback):
@@ -30,13 +31,20 @@ def main(policy: str, prompts: str, out: str, mode: str) -> None:
         devices=1,
         strategy=strategy,
     )
-    trainer.fit(module, make_data(prompts))
+    try:
+        trainer.fit(module, make_data(prompts))
+    finally:
+        keep(trainer, module, recorder, Path(out))
+
+
+def keep(trainer: L.Trainer, module: RLModule, recorder: Recorder, out: Path) -> None:
+    """Tell who started the ranks, which prompts this one answered, and its weights."""
     result = {
-        "launcher": type(strategy.cluster_environment).__name__,
+        "launcher": type(trainer.strategy.cluster_environment).__name__,
         "prompts": [rollout.prompt.index for each in recorder.rollouts for rollout in each],
         "weights": [float(tensor.double().abs().sum()) for tensor in weights(module).values()],
     }
-    (Path(out) / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
+    (out / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
