@@ -118,6 +118,7 @@ def test_an_iteration_that_fails_is_not_told(paths: tuple[str, str, Path]) -> No
     assert [iteration for iteration, _ in watcher.told] == [1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_after_the_iteration_was_told_and_a_resumed_run_tells_the_next(
     paths: tuple[str, str, Path],
 ) -> None:

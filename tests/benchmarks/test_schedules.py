@@ -88,6 +88,7 @@ def test_tail_batching_saves_steps_where_earlier_answers_tell_and_throws_nothing
     assert not any(name.startswith("Partial") for name in rows)
 
 
+@pytest.mark.slow
 def test_the_simulator_is_near_what_was_measured(tmp_path: Path) -> None:
     schedules.main(["--tiny", "--out", str(tmp_path)])
     found = {row["results"]: row for row in json.loads((tmp_path / "schedules.json").read_text())["check"]}

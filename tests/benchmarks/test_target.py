@@ -95,6 +95,7 @@ def test_a_search_that_hits_earns_the_reward_and_one_that_gives_up_does_not():
     assert outcomes == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_lengths_have_a_long_tail_and_searches_succeed_often_but_not_always():
     rng = random.Random(0)
     lengths, hits = [], 0

@@ -54,6 +54,7 @@ def test_init_writes_what_its_commands_name(
     assert (tmp_path / "my run/callbacks/length_histogram.py").is_file()
 
 
+@pytest.mark.slow
 def test_what_init_recommends_next_runs_in_its_folder_with_what_mine_yaml_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_folder_for_texts_says_which_of_them_are_read_and_what_goes_on_top(
     assert any(isinstance(callback, SupervisedDrafterCallback) for callback in cli.trainer.callbacks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["countdown_tries", "calculator_smollm2", "code_tries_1gpu"])
 def test_an_environment_is_copied_for_its_user_to_change(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

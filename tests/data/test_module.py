@@ -75,6 +75,7 @@ def test_arguments_of_another_type_are_refused_in_words(
         make_data(prompts_path, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "sizes", "chosen"), [(None, [1024], 1024), (None, [1024], 24), (64, [64], 64)])
 def test_an_update_has_passes_of_the_chosen_size(
     given: int | None,
@@ -104,6 +105,7 @@ def test_an_update_has_passes_of_the_chosen_size(
     assert bool(trainer.callback_metrics["train/passes"] > 1) is (chosen < 100)
 
 
+@pytest.mark.slow
 def test_passes_without_a_gpu_hold_the_longest_sequence(
     policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def fit(
     return module, data, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])
 def test_a_run_resumes_bit_for_bit_amid_a_pass_over_the_data(
     lora: LoRA | None, policy_path: str, tmp_path: Path
@@ -204,6 +205,7 @@ class StopBefore(L.Callback):
             trainer.datamodule.liveness.interrupt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_an_interrupted_run_has_drawn_what_it_has_learned(step: int, policy_path: str, tmp_path: Path) -> None:
     """Before an epoch's first step the run ends there; amid an epoch it is finished first."""
@@ -264,6 +266,7 @@ def test_held_out_loss_is_that_of_all_tokens_however_they_are_batched(policy_pat
         }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_and_begins_a_run_of_rl_and_a_report_shows_the_loss(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
@@ -317,6 +320,7 @@ def test_hidden_states_come_after_each_step_from_its_own_pass(policy_path: str, 
     torch.testing.assert_close(text.states[:, 64:128], expected[1][0].bfloat16(), atol=0.01, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_a_requeue_amid_an_epoch_waits_for_the_next_one_and_resumes_exactly(policy_path: str, tmp_path: Path) -> None:
     whole, _, _ = fit(policy_path, tmp_path / "whole")
 

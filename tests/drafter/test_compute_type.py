@@ -46,6 +46,7 @@ def test_beside_a_policy_gradients_and_quality_are_those_of_float32(policies: di
     assert torch.equal(*qualities)
 
 
+@pytest.mark.slow
 def test_trained_alone_a_head_learns_as_beside_float32(policies: dict[str, str], tmp_path: Path) -> None:
     completions, trained = write_completions(policies["float32"], tmp_path / "completions.jsonl"), []
     for policy in policies.values():

@@ -170,6 +170,7 @@ def vocabulary_kl(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (targets.softmax(-1) * (targets.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
 
 
+@pytest.mark.slow
 def test_chunks_of_the_vocabulary_change_nothing(policy_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, batch, results = make_drafter(policy_path), alone(random_sequence(200)), []
     for chunk in (4096, 100, 7, 1):  # also smaller than a step's offset
@@ -218,6 +219,7 @@ def test_norms_and_activations_take_a_pass_each(drafter: DrafterModule) -> None:
     assert all("forward" in vars(part) for part in (layer.mlp, *norms))
 
 
+@pytest.mark.slow
 def test_a_head_learns_to_draft(policy_path: str) -> None:
     drafter = make_drafter(policy_path)
     policy = load_policy(policy_path)

@@ -266,6 +266,7 @@ def test_nobody_adds_to_a_rollout_that_is_over(engine: RolloutEngine, policy: to
         engine.stop([0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -127,6 +127,7 @@ def test_conversations_go_on_in_later_iterations_with_their_environments(
         assert rollout.reward == sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
 
 
+@pytest.mark.slow
 def test_adapters_learn_from_conversations(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.fit(make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path, **settings()))
@@ -145,6 +146,7 @@ def test_a_tiny_policy_learns_a_game_of_three_turns(policy_path: str, prompts_pa
     assert all(len(each.response.turns) == 3 for rollouts in recorder.rollouts for each in rollouts)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_saved_between_iterations_goes_on_to_the_bit(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

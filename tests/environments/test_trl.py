@@ -127,6 +127,7 @@ def by_trl(tokenizer: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_trls_loop_and_ours_make_the_same_of_an_environment(
     waits: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

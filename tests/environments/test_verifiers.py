@@ -106,6 +106,7 @@ def test_a_conversation_at_its_limit_is_scored(scripted: None, policy_path: str)
     assert (trajectory.talk.reward, len(response.turns)) == (pytest.approx(0.3), 2)  # of a third request, refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "code"), [("dies", 3), ("blocks", 1)])
 def test_a_process_that_ends_is_said_and_started_again(row: str, code: int, scripted: None, policy_path: str) -> None:
     turns = Turns(load_tokenizer(policy_path), None, end_tokens=[1])

@@ -18,6 +18,7 @@ def test_draws_in_its_turn(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "lengths").iterdir()] == ["lengths_00002.png"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[7], [7, 7, 7], [1, 2, 3], [3, 30_000]])
 def test_any_lengths_can_be_drawn(tmp_path: Path, lengths: list[int]) -> None:
     draw([make_rollout(0.0, length) for length in lengths], tmp_path / "lengths.png", "title")

@@ -93,6 +93,7 @@ def constant(prompt: str, response: str, row: dict[str, Any]) -> float:
     return 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "rate", "expected"),
     [

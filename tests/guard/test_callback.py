@@ -23,17 +23,18 @@ DIED = "The run cannot go on: rank 1 has died: its process ended without a word.
 STOPPED = "The run cannot go on: rank 1 ended with SIGTERM."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signal_name", "ranks", "place", "statuses", "sentence"),
     [
-        pytest.param("SIGTERM", "1", "rollout", [1, 143], STOPPED, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", "1", "update", [1, 143], STOPPED, marks=pytest.mark.slow),
-        pytest.param("SIGTERM", "0,1", "rollout", [143, 143], None, marks=pytest.mark.slow),
-        pytest.param("SIGKILL", "1", "start", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
-        pytest.param("SIGINT", "0,1", "rollout", [1, 1], None, marks=pytest.mark.slow),
+        ("SIGTERM", "1", "rollout", [1, 143], STOPPED),
+        ("SIGTERM", "1", "update", [1, 143], STOPPED),
+        ("SIGTERM", "0,1", "rollout", [143, 143], None),
+        ("SIGKILL", "1", "start", [1, -signal.SIGKILL], DIED),
+        ("SIGINT", "0,1", "rollout", [1, 1], None),
         ("SIGKILL", "1", "update", [1, -signal.SIGKILL], DIED),
-        pytest.param("SIGKILL", "1", "checkpoint", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
-        pytest.param("SIGKILL", "1", "stuck", [1, -signal.SIGKILL], DIED, marks=pytest.mark.slow),
+        ("SIGKILL", "1", "checkpoint", [1, -signal.SIGKILL], DIED),
+        ("SIGKILL", "1", "stuck", [1, -signal.SIGKILL], DIED),
     ],
 )
 def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(
@@ -155,12 +156,14 @@ def test_a_trainer_with_a_checkpoint_plugin_keeps_it(tmp_path: Path) -> None:
         assert type(trainer.strategy.checkpoint_io) is expected
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_plain_script_with_143(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     arguments = (policy_path, prompts_path, str(tmp_path), "SIGTERM", "0", "rollout")
     ended = run_ranks("tests.support.ranks.two_ranks_faults", tmp_path, *arguments, num_ranks=1)
     assert ended.statuses == [143], ended.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_a_kill_in_a_checkpoint_leaves_no_gap_in_the_metrics(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

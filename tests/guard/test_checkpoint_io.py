@@ -26,6 +26,7 @@ def run(folder: Path, copies: Path | None = None) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_last_names_a_whole_checkpoint_wherever_a_kill_falls(tmp_path: Path) -> None:
     assert run(tmp_path / "run", copies=tmp_path / "copies") == 0
     copies, epochs = [*(tmp_path / "copies").iterdir()], set()
@@ -40,6 +41,7 @@ def test_last_names_a_whole_checkpoint_wherever_a_kill_falls(tmp_path: Path) -> 
     assert epochs == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_writes_a_checkpoint_is_resumed_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     part = tmp_path / "checkpoints" / ".epoch=1.ckpt.part"

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.support.drafters.draft_texts import make_drafter, random_sequence
@@ -21,6 +22,7 @@ def trainer_of(policy: str) -> DrafterTrainer:
     return DrafterTrainer(drafter, buffer, pack_tokens=128, device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_block_head_is_trained_judged_and_gone_on_from_exactly(policy_path: str) -> None:
     trainer = trainer_of(policy_path)
     assert trainer.try_step().step > 0

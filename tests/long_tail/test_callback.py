@@ -361,6 +361,7 @@ class Recording(FixedBudget):
         self.iterations.append(iteration)
 
 
+@pytest.mark.slow
 def test_workers_share_what_idle_windows_left_of_the_budget_and_count_both() -> None:
     budget = Recording(0.8)
     callback = make_callback(budget=budget, pack_tokens=128)

@@ -47,6 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Supe
     return root, fit(root, callback, ModelCheckpoint(root, "{epoch}", save_top_k=-1)), callback
 
 
+@pytest.mark.slow
 def test_a_head_learns_to_draft_while_the_policy_imitates(run: Any) -> None:
     """By its own account, and by a validation of the exported head on the policy that the run leaves."""
     root, rows, _ = run
@@ -60,6 +61,7 @@ def test_a_head_learns_to_draft_while_the_policy_imitates(run: Any) -> None:
     assert float(trainer.callback_metrics["val/acceptance_length"]) > 1.5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_head(run: Any, tmp_path: Path) -> None:
     root, rows, whole = run
     resumed = make_callback()

@@ -6,6 +6,8 @@ import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import tlt_lightning
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,7 @@ def names_of(path: Path) -> Iterator[tuple[str, str]]:
                 yield modules[name], node.attr
 
 
+@pytest.mark.slow
 def test_what_tests_and_benchmarks_take_from_the_package_exists() -> None:
     named = {(f"{path.relative_to(ROOT)}: {module}", module, name) for path in FILES for module, name in names_of(path)}
     missing = [f"{place}.{name}" for place, module, name in sorted(named) if not has(module, name)]

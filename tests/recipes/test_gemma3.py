@@ -16,6 +16,7 @@ TEXT = "The capital of France is Paris, and the capital of Italy is Rome. The ca
 pytestmark = pytest.mark.skipif(not (GEMMA / "model.safetensors").exists(), reason="its weights were not made here")
 
 
+@pytest.mark.slow
 def test_the_tokenizer_begins_every_text_and_reads_digit_by_digit() -> None:
     tokenizer = load_tokenizer(str(GEMMA))
     ids = tokenizer("is  1234\n")["input_ids"]

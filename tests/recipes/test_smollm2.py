@@ -54,6 +54,7 @@ def test_the_benchmarks_text_is_spelled_as_the_tokenizer_spells_it(smollm2: str)
     assert spelled == tokenizer(text)["input_ids"][:2000]
 
 
+@pytest.mark.slow
 def test_the_texts_with_calls_are_what_the_policy_would_read_and_write_in_a_rollout(smollm2: str) -> None:
     tokenizer, environments = load_tokenizer(smollm2), Environments(Calculator)
     source = PromptSource(path=str(ROOT / "recipes/assets/calculator/calls.jsonl"))

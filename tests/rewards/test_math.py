@@ -140,6 +140,7 @@ def test_huge_arithmetic_times_out_without_stopping_this_process(monkeypatch) ->
     assert errors
 
 
+@pytest.mark.slow
 def test_a_dead_child_is_an_error_and_is_replaced() -> None:
     kill_idle()
     math_equivalence("", r"\boxed{x}", {"answer": "y"})

@@ -29,6 +29,7 @@ def test_ppo_trains_a_critic_at_its_own_rate(policy_path: str, prompts_path: str
     assert all(batch.returns is not None for batch in recorder.batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["on the policy's trunk", pytest.param("own trunk", marks=pytest.mark.slow), "own trunk with LoRA"]
 )
@@ -52,6 +53,7 @@ def test_policy_stands_still_while_the_critic_warms_up(
     assert not torch.equal(seen[0][1], seen[2][1])
 
 
+@pytest.mark.slow
 def test_updates_stop_once_the_policy_has_moved_by_target_kl(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

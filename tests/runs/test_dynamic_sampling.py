@@ -18,6 +18,7 @@ def seed() -> None:
     L.seed_everything(11)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_groups_without_a_signal(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     def only_some(prompt: str, response: str, row: dict[str, Any]) -> float:
         return evenness(prompt, response, row) if int(prompt.split()[0]) % 2 else 0.0

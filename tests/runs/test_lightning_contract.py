@@ -43,6 +43,7 @@ def prompts_of(rollouts: list[Any]) -> list[int]:
     return [rollout.prompt.index for rollout in rollouts[::4]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "steps"), [(True, 1), (3, 2)])
 def test_a_dev_run_is_one_small_iteration_through_everything(given: Any, steps: int, paths: Paths) -> None:
     policy_path, prompts_path, root = paths
@@ -65,6 +66,7 @@ def test_a_dev_run_is_one_small_iteration_through_everything(given: Any, steps: 
     assert len(recorder.rollouts[-1]) == 16  # the same data module, in earnest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "kept"), [(2, {0, 1}), (0.5, {0, 1, 2, 3})])
 def test_overfitting_takes_the_same_prompts_every_iteration(given: float, kept: set[int], paths: Paths) -> None:
     policy_path, prompts_path, root = paths
@@ -256,6 +258,7 @@ def test_a_run_from_python_saves_its_configuration_as_a_recipe_would_write_it(pa
     assert saved["sampling"]["max_tokens"] == 8
 
 
+@pytest.mark.slow
 def test_a_module_is_loaded_from_its_checkpoint_alone(paths: Paths) -> None:
     policy_path, prompts_path, root = paths
     module = make_module(

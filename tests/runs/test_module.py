@@ -59,6 +59,7 @@ def test_reward_goes_up(policy_path: str, prompts_path: str, tmp_path: Path) -> 
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
 def test_reference_stays_where_the_policy_was(
     lora: LoRA | None, policy_path: str, prompts_path: str, tmp_path: Path
@@ -73,6 +74,7 @@ def test_reference_stays_where_the_policy_was(
     assert not any("reference" in name for name in module.state_dict())
 
 
+@pytest.mark.slow
 def test_how_a_step_is_cut_and_packed_changes_neither_the_update_nor_its_metrics(
     policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ def test_mixed_precision_keeps_updates_that_are_too_small_for_bfloat16(
     assert (new.bfloat16() != old.bfloat16()).float().mean() < 0.1
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_update(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     results = []
     for checkpointing in (False, True):
@@ -247,6 +250,7 @@ def test_data_module_and_engine_read_the_tokenizer_once_each(
     assert paths == [policy_path] * 2
 
 
+@pytest.mark.slow
 def test_every_second_of_an_iteration_is_accounted_for(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     class WallClock(RolloutCallback):
         def __init__(self) -> None:
@@ -297,6 +301,7 @@ def test_one_update_needs_no_pass_before_it(policy_path: str, prompts_path: str,
     assert results[0][1] == pytest.approx(results[1][1], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("breaks_at", "value", "message"),
     [

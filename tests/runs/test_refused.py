@@ -160,6 +160,7 @@ def test_a_run_without_its_data_module_is_refused(
         getattr(make_trainer(tmp_path), function)(make_module(policy_path), **given)
 
 
+@pytest.mark.slow
 def test_a_validation_may_come_within_iterations_or_behind_several(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

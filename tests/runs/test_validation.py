@@ -58,6 +58,7 @@ class Watched(TransformersEngine):
         return super().generate(requests, sampling, seed=seed, on_progress=on_progress)
 
 
+@pytest.mark.slow
 def test_weights_swapped_for_a_validation_do_not_stay_for_training(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def run(schedule: RolloutSchedule, seed: int, num_iterations: int = 30, *, dynam
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("runs_on", [False, True])
 @pytest.mark.parametrize("bound", [1, 2, 4])
@@ -136,6 +137,7 @@ def test_no_token_is_older_than_the_bound_and_every_draw_is_learned_from_once(
     assert most_open == 4 * (bound + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs_on", [False, True])
 def test_to_wait_for_what_is_due_is_not_enough(runs_on: bool) -> None:
     def oldest(schedule: RolloutSchedule) -> int:

@@ -138,6 +138,7 @@ def test_a_cycle_of_tail_batching_learns_from_what_the_synchronous_schedule_woul
     assert batched.backlog.deferred == []
 
 
+@pytest.mark.slow
 def test_the_expected_gradient_under_tail_batching_is_the_synchronous_one() -> None:
     schedules = SynchronousSchedule(), TailBatching(1.0), PartialRollout(0.5), ByOutcome(1.0)
     (plain, error), *others = [gradient(run(schedule, 600, seed=1)) for schedule in schedules]

@@ -343,6 +343,7 @@ def warmer(self: Any, requests: Any, sampling: Any, **more: Any) -> Any:
     return write(self, requests, replace(sampling, temperature=1.0) if is_greedy else sampling, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("members", "message"),
     [

@@ -78,6 +78,7 @@ def test_schedules(schedule: Any, wanted: int) -> None:
     check_schedule(schedule, wanted)
 
 
+@pytest.mark.slow
 def test_callbacks_of_the_gallery(policy_path: str, tmp_path: Path) -> None:
     for callback in (
         AnswerVariety(),

@@ -84,6 +84,7 @@ def test_rewards_and_a_teacher_teach_together(paths: Paths, teacher_path: str) -
     assert rows[1]["train/loss"] != pytest.approx(rows[1]["train/divergence"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_resumed_student_ends_with_the_same_weights_and_is_exported(paths: Paths, teacher_path: str) -> None:
     saved = SaveAt(paths[2] / "scored.ckpt", "scored", 1)
     whole, resumed = (make_student(paths[0], teacher_path) for _ in range(2))

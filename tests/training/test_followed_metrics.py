@@ -41,6 +41,7 @@ def test_a_reward_is_read_where_its_iteration_ends_though_few_are_validated(path
     assert float(stopping.best_score) == pytest.approx(max(rewards))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_trainers_own_checkpoint_needs_no_validation(every: int, paths: Paths) -> None:
     policy_path, prompts_path, root = paths

@@ -16,6 +16,7 @@ from tlt_lightning.objectives import PPO
 LORA = LoRA(rank=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averages", [True, False], ids=["adapters, averaged", "adapters of the critic"])
 def test_only_what_is_trained_is_saved_and_the_run_goes_on_from_it(
     averages: bool, policy_path: str, prompts_path: str, tmp_path: Path

@@ -58,6 +58,7 @@ def test_what_a_pass_keeps_is_what_a_real_one_keeps(model_type: str, tmp_path) -
     assert kept_bytes(load_shapes(path), PASSES)[0] == really_kept(load_policy(path), PASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4, base_dtype="bfloat16")], ids=["full", "lora"])
 def test_layers_autocast_and_adapters_count(lora: LoRA | None, tmp_path) -> None:
     path, passes = str(save_policy(tmp_path, num_hidden_layers=5)), replace(PASSES, is_autocast=True)
@@ -221,6 +222,7 @@ def test_the_peak_on_a_gpu_is_the_forecast(lora: LoRA | None, is_checkpointed: b
     assert measured == pytest.approx(plan.update - CONTEXT, rel=0.1), f"{measured / GIB:.2f} GiB\n{plan.table()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_a_teacher_counts_with_weights_states_a_copy_of_its_head_and_logits(is_autocast: bool, tmp_path) -> None:
     policy = str(save_policy(tmp_path / "policy", vocab_size=70_000))

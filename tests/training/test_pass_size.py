@@ -84,6 +84,7 @@ def test_a_size_that_was_given_is_taken(given: int, monkeypatch: pytest.MonkeyPa
     assert chosen(monkeypatch, candidates(1536, given), 1).micro_batch_tokens == given
 
 
+@pytest.mark.slow
 def test_the_choice_is_said_once_with_its_forecast(policy_path: str, caplog: pytest.LogCaptureFixture) -> None:
     module, alone = make_module(policy_path), {"free": 80 * GIB, "engine": {}, "engine_sleeps": True}
     with caplog.at_level("INFO"):

@@ -42,6 +42,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     return started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", ["1", "4"])
 def test_each_arm_and_seed_is_a_run_and_a_row(at_once: str, commands: Commands, tmp_path: Path) -> None:
     arms = ["--arms", "plain", "head=c.yaml,d.yaml,--a.b=null"]
@@ -66,6 +67,7 @@ def test_every_arm_has_a_line_in_the_picture(tmp_path: Path, monkeypatch: pytest
     assert [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()] == [run["arm"] for run in runs]
 
 
+@pytest.mark.slow
 def test_runs_go_side_by_side(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, together = learning.subprocess.call, Barrier(3, timeout=20)
     monkeypatch.setattr(learning.subprocess, "call", lambda command: together.wait() * 0 + finish(command))

@@ -16,6 +16,7 @@ def test_a_model_is_a_size_or_folders() -> None:
     assert prepare("mine=a/policy", "unused") == ("a/policy", None)
 
 
+@pytest.mark.slow
 def test_a_shape_has_random_weights_and_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "mini", SHAPES["tiny"])
     policy, head = prepare("mini", str(tmp_path))

@@ -27,6 +27,7 @@ def test_one_writer_searches_longer_than_the_policy_was_taught_to_and_one_not_at
     assert all(countdown(each.prompt, text, each.row) == 1.0 for each, text in zip(questions, texts, strict=True))
 
 
+@pytest.mark.slow
 def test_a_writer_answers_other_questions_than_heads_are_judged_on(tmp_path: Path) -> None:
     path = warm_up.write(tmp_path / "alone.jsonl", warm_up.solve, 40_000, seed=0)
     asked = {json.loads(line)["prompt"] for line in path.read_text().splitlines()}

@@ -51,6 +51,7 @@ def arms() -> dict[str, list[dict[str, Any]]]:
     return runs | {f"K={k}": [as_run(simulator.run(FixedSelector(k)))] for k in KS}
 
 
+@pytest.mark.slow
 def test_the_model_finds_the_limit_and_the_arms_it_was_made_from(arms: dict[str, list[dict[str, Any]]]) -> None:
     found = model(arms, LENGTHS)
     truths = []

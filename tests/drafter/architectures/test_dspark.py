@@ -109,6 +109,7 @@ def test_a_training_step_drafts_from_entries_at_even_distances(policy_path: str,
     assert metrics["drafter/top1_pos_1"] <= 1
 
 
+@pytest.mark.slow
 def test_it_learns_and_goes_on_from_what_it_saved(policy_path: str, tmp_path: Path) -> None:
     drafter = dspark(policy_path, anchors=64)
     batches = pack([random_sequence(120, 5)], 128)
