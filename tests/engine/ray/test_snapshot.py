@@ -4,7 +4,7 @@ import pytest
 import ray
 import torch
 
-from tlt_lightning.engine.ray import snapshot
+from tlt_lightning.engine.ray import snapshot, staging
 from tlt_lightning.engine.ray.snapshot import SnapshotWriter
 
 pytestmark = pytest.mark.ray
@@ -45,6 +45,17 @@ def test_floating_tensors_travel_in_the_engines_type_if_that_is_smaller(cluster:
     assert found["whole"].dtype == torch.int64
     assert dict(SnapshotWriter().write(TENSORS.items(), 0, torch.float32).result())["half"].dtype == torch.bfloat16
     assert torch.equal(found["float"], TENSORS["float"].to(torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_them_into_memory_of_its_own(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE_BYTES", 16)
+    torch.cuda.init()
+    found = dict(SnapshotWriter().write(TENSORS.items(), 3).result())
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert (found[name].device.type, found[name].dtype) == ("cuda", tensor.dtype)
+        assert torch.equal(found[name].cpu(), tensor)
 
 
 def test_checksums_of_tensors_of_several_devices_travel_together() -> None:

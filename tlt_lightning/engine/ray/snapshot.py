@@ -14,12 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.engine.base import NamedTensors
+from tlt_lightning.engine.ray.staging import staged
 from tlt_lightning.host_copy import HostCopy
 
 GROUP_BYTES = 2**28
 """Tensors travel in groups of at least so many bytes, so that nobody ever holds the model twice."""
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # NumPy has no bfloat16
 _CHECKSUMS = ""  # in place of a tensor's name
 
 
@@ -49,23 +49,20 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
 
     Args:
         version: Of the weights.
-        groups: What is in a group, and Ray's handle of it.
+        records: Of all tensors, in the order in which they are read.
+        groups: Ray's handles of their bytes, of several tensors each.
         accepted: Share of a drafter's drafts that the policy accepts, by position; None if unknown, or not a drafter's.
     """
 
     version: int
-    groups: tuple[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]], ...]
+    records: tuple[TensorRecord, ...]
+    groups: tuple[ray.ObjectRef[Any], ...]
     accepted: Sequence[float] | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name, with nothing read: a device need not hold all tensors beside the engine."""
         return {record.name: record.shape for record in self.records}
-
-    @property
-    def records(self) -> list[TensorRecord]:
-        """Records of all tensors, in the order in which they are read."""
-        return [record for records, _ in self.groups for record in records]
 
     @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -74,19 +71,24 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
         Raises:
             RuntimeError: A tensor is not what the writer sent.
         """
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"  # where checksums take no time
-        for records, handle in self.groups:
-            arrays = ray.get(handle)
-            for record, array in zip(records, arrays, strict=True):
-                with warnings.catch_warnings(action="ignore"):  # that it must not be written
-                    tensor = torch.from_numpy(array).view(record.dtype).to(device)
-                if tuple(tensor.shape) != record.shape or _checksum(tensor).item() != record.checksum:
-                    raise RuntimeError(
-                        f"{record.name} of version {self.version} arrived with other bits than were sent, and no "
-                        "engine may write with it: memory or network of this node is at fault. Resume from the last "
-                        "checkpoint without the node."
-                    )
-                yield record.name, tensor
+        tensors = self._read()
+        if torch.cuda.is_initialized():  # where checksums take no time
+            tensors = staged(tensors, torch.device("cuda", torch.cuda.current_device()))
+        for record, tensor in zip(self.records, tensors, strict=True):
+            tensor = tensor.view(record.dtype).view(record.shape)
+            if _checksum(tensor).item() != record.checksum:
+                raise RuntimeError(
+                    f"{record.name} of version {self.version} arrived with other bits than were sent, and no engine "
+                    "may write with it: memory or network of this node is at fault. Resume from the last checkpoint "
+                    "without the node."
+                )
+            yield record.name, tensor
+
+    def _read(self) -> Iterator[Tensor]:
+        for group in self.groups:
+            with warnings.catch_warnings(action="ignore"):  # that they must not be written
+                tensors = [torch.from_numpy(array) for array in ray.get(group)]
+            yield from tensors
 
 
 class SnapshotWriter:
@@ -121,15 +123,14 @@ class SnapshotWriter:
     def _hand_over(self, version: int, accepted: Sequence[float] | None) -> Snapshot:
         tensors = dict(self._copy.tensors)
         checksums = tensors.pop(_CHECKSUMS).tolist() if tensors else []
-        groups: list[tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]] = []
-        group: list[tuple[TensorRecord, Any]] = []
+        records, groups, group = [], [], []
         for (name, tensor), checksum in zip(tensors.items(), checksums, strict=True):
-            record = TensorRecord(name, tuple(tensor.shape), tensor.dtype, checksum)
-            group.append((record, tensor.view(_BITS[tensor.itemsize]).numpy()))
-            if sum(array.nbytes for _, array in group) >= GROUP_BYTES:
-                groups.append(_put(group))
+            records.append(TensorRecord(name, tuple(tensor.shape), tensor.dtype, checksum))
+            group.append(tensor.view(-1).view(torch.uint8).numpy())  # NumPy has no bfloat16
+            if sum(array.nbytes for array in group) >= GROUP_BYTES:
+                groups.append(ray.put(group))
                 group = []
-        return Snapshot(version, (*groups, _put(group)) if group else tuple(groups), accepted)
+        return Snapshot(version, tuple(records), (*groups, ray.put(group)), accepted)
 
 
 def _with_checksums(named_tensors: NamedTensors, dtype: torch.dtype | None) -> NamedTensors:
@@ -142,10 +143,6 @@ def _with_checksums(named_tensors: NamedTensors, dtype: torch.dtype | None) -> N
         yield name, sent
     if checksums:  # on one device: a drafter's published weights lie on the host, its policy's rows do not
         yield _CHECKSUMS, torch.stack([each.to(sent.device) for each in checksums])
-
-
-def _put(group: list[tuple[TensorRecord, Any]]) -> tuple[tuple[TensorRecord, ...], ray.ObjectRef[Any]]:
-    return tuple(record for record, _ in group), ray.put([array for _, array in group])
 
 
 def _checksum(tensor: Tensor) -> Tensor:
