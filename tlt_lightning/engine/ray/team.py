@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, distributed
 from typing_extensions import override
 
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
-from tlt_lightning.engine.ray.snapshot import Snapshot, TensorRecord
+from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.rollout import Request, Response, Sampling
 
 _PATIENCE = timedelta(days=365)  # the others wait for a call for as long as the policy learns
@@ -116,8 +117,9 @@ class LedEngine(RolloutEngine):
 
     def _update(self, method: str, snapshot: NamedTensors, *arguments: Any) -> None:
         assert isinstance(snapshot, Snapshot)
-        _call(method, (snapshot.records, *arguments), {})
-        getattr(self.engine, method)(_Handed(snapshot.records, iter(snapshot)), *arguments)
+        handed = _Handed(snapshot.version, snapshot.records, snapshot.groups)
+        _call(method, (replace(handed, groups=()), *arguments), {})
+        getattr(self.engine, method)(handed, *arguments)
 
 
 class Follower:
@@ -132,41 +134,24 @@ class Follower:
         engine = cloudpickle.loads(pickled_engine)
         while True:
             method, arguments, named = _call(None, (), {})
-            if method.startswith("update"):
-                records, *rest = arguments
-                getattr(engine, method)(_Handed(records), *rest)
-            elif method == "generate":
+            if method == "generate":
                 for _ in engine.generate(*arguments, **named):
                     pass
             else:
                 getattr(engine, method)(*arguments, **named)
 
 
-class _Handed:
-    """Yields tensors in all processes that the first one reads.
+class _Handed(Snapshot):
+    """A snapshot whose tensors all processes yield and the first one reads, which alone knows the groups."""
 
-    Args:
-        records: What they are.
-        source: The first one's.
-    """
-
-    def __init__(self, records: Sequence[TensorRecord], source: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        self._records, self._source = records, source
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {record.name: record.shape for record in self._records}
-
+    @override
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-        for record in self._records:
-            if self._source is None:
-                tensor = torch.empty(record.shape, dtype=record.dtype, device=device)
-            else:
-                _, tensor = next(self._source)
+        rooms = ((each.name, torch.empty(each.shape, dtype=each.dtype, device=device)) for each in self.records)
+        for name, tensor in super().__iter__() if self.groups else rooms:
             if tensor.numel():
                 distributed.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)  # in place: it is contiguous
-            yield record.name, tensor
+            yield name, tensor
 
 
 def forget_rank() -> None:
