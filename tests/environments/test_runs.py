@@ -37,7 +37,9 @@ def settings(**overrides: Any) -> dict[str, Any]:
 def speculating() -> VLLMEngine:
     selector = FixedSelector(num_draft_tokens=3, drafter="sibling")
     speculation = Speculation(selector=selector, siblings=True, ngram=True)
-    return VLLMEngine(dtype="float32", kv_cache_gib=0.0625, max_num_seqs=32, speculation=speculation)
+    return VLLMEngine(
+        dtype="float32", kv_cache_gib=0.0625, max_num_seqs=32, enforce_eager=True, speculation=speculation
+    )
 
 
 @pytest.mark.parametrize(
