@@ -8,8 +8,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import atexit
+import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import multiprocessing
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # of all packages, for each Trainer
 gc.set_threshold(50_000)  # a collection looks at all that was ever imported
 gc.disable()  # until all is imported that files of tests name: none of it becomes garbage
 
