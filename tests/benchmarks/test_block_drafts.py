@@ -130,7 +130,9 @@ def test_tokens_per_second_follow_from_acceptance_and_steps() -> None:
 
 
 @pytest.mark.slow
-def test_heads_are_trained_side_by_side_and_one_that_fails_takes_no_other_along(tmp_path: Path) -> None:
+def test_heads_are_trained_side_by_side_and_one_that_fails_takes_no_other_along(
+    tmp_path: Path, by_forkserver: None
+) -> None:
     tokenizer, rng = load_tokenizer(str(ASSETS / "policy")), random.Random(0)
     prompts = [json.loads(line)["prompt"] for line in (ASSETS / "train.jsonl").read_text().splitlines()[:80]]
     rows = [

@@ -1,10 +1,8 @@
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from benchmarks.common import processes
 from benchmarks.micro import update
 from tlt_lightning import policy
 
@@ -29,10 +27,8 @@ def test_all_ways_pass_all_tokens_in_no_more_than_they_may(options: list[str], t
 
 @pytest.mark.slow
 def test_sharded_updates_are_timed_by_kind_of_pass_with_the_forecast_of_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, by_forkserver: None
 ) -> None:
-    forkserver = multiprocessing.get_context("forkserver")  # ranks import nothing anew
-    monkeypatch.setattr(processes, "get_context", lambda method: forkserver)
     update.main(["--tiny", "--full", "--devices", "2", "--tokens", "256", "--checkpoint", "96", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "update_7b_full_fsdp2_2.json").read_text())["rows"]
     assert [(row["tokens a pass"], row["computed again"]) for row in rows] == [(256, False), (96, True)]
