@@ -19,6 +19,12 @@ FAILURES = ("_errors", "_timeouts")
 """Ends of the metrics that count a reward's failures."""
 
 
+_USES = {
+    "sanity_checking": "validation before training",
+    "validating": "validation",
+    "testing": "test",
+    "predicting": "prediction",
+}
 _IN_LINE = {
     "val/loss": "val loss {val/loss:.4f}",
     "val/accuracy": "val accuracy {val/accuracy:.3f}",
@@ -34,16 +40,8 @@ _IN_LINE = {
 
 def rollout_label(trainer: L.Trainer) -> str:
     """Name the rollout that runs now: its iteration, or another use."""
-    if trainer.sanity_checking:
-        label = "validation before training"
-    elif trainer.validating:
-        label = "validation"
-    elif trainer.testing:
-        label = "test"
-    elif trainer.predicting:
-        label = "prediction"
-    else:
-        label = f"rollout {_of_total(trainer.current_epoch + 1, trainer.max_epochs)}"
+    rollout = f"rollout {_of_total(trainer.current_epoch + 1, trainer.max_epochs)}"
+    label = next((label for use, label in _USES.items() if getattr(trainer, use)), rollout)
     return label if trainer.world_size == 1 else f"{label} (rank {trainer.global_rank} of {trainer.world_size})"
 
 
