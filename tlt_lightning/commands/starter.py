@@ -9,8 +9,10 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 CALLBACKS = Path(__file__).parents[1] / "gallery"
@@ -96,21 +98,17 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     (folder / "recipes").mkdir(parents=True)
     shutil.copytree(CALLBACKS, folder / "callbacks", ignore=shutil.ignore_patterns("__pycache__"))
     texts = {name: (RECIPES / name).read_text() for name in recipe.files}
-    sources: dict[str, dict[str, object]] = {"train": {}, "val": {}}
-    policy, has_rewards, environment = "", True, ""
     for name, text in texts.items():
         (folder / "recipes" / name).write_text(text)
-        settings = yaml.safe_load(text)
-        data = settings.get("data") or {}
-        has_rewards &= "class_path" not in data  # of texts that are imitated
-        for part in sources:
-            sources[part] |= data.get("init_args", data).get(part) or {}
-        policy = (settings.get("model") or {}).get("policy", policy)
-        given = data.get("environment") or {"class_path": ""}
-        module, _, name = given["class_path"].rpartition(".")
-        if module == "tlt_lightning.recipes.environments":
-            environment = ENVIRONMENT.format(name=name, arguments=json.dumps(given.get("init_args", {})))
-            shutil.copyfile(ENVIRONMENTS, folder / "my_environment.py")
+    settings: Any = OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, texts.values())))
+    data, environment = settings.get("data") or {}, ""
+    has_rewards = "class_path" not in data  # of texts that are imitated
+    sources = {part: data.get("init_args", data).get(part) or {} for part in ("train", "val")}
+    given = data.get("environment") or {"class_path": ""}
+    module, _, name = given["class_path"].rpartition(".")
+    if module == "tlt_lightning.recipes.environments":
+        environment = ENVIRONMENT.format(name=name, arguments=json.dumps(given.get("init_args", {})))
+        shutil.copyfile(ENVIRONMENTS, folder / "my_environment.py")
     for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):
         copy = shutil.copytree if (RECIPES / asset).is_dir() else shutil.copy
         (folder / "recipes" / asset).parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +126,7 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     prompts = "".join(f"{' ' * (2 if has_rewards else 4)}{line}\n" for line in lines)
     for name in OVERLAYS if has_rewards else OVERLAYS_OF_TEXTS:
         shutil.copyfile(RECIPES / name, folder / "recipes" / name)
-    model = f"model: {{policy: {policy}}}   # a folder, or a name on the hub\n"
+    model = f"model: {{policy: {settings['model'].get('policy', '')}}}   # a folder, or a name on the hub\n"
     own = prompts + environment + REWARDS if has_rewards else TEXTS + prompts
     (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
     if has_rewards:
