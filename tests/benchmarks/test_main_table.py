@@ -40,9 +40,12 @@ def test_an_iteration_is_compared_after_the_warm_up_and_a_missing_arm_leaves_its
 
 
 def test_a_run_from_no_head_counts_as_many_iterations_of_both() -> None:
-    arms = [iterations("natural", "plain", [10.0, 10.0]), iterations("natural", "random-siblings", [12.0, 4.0, 1.0])]
+    plain, head = [10.0] * 5, [12.0, 4.0, 3.0, 3.0, 3.0, 1.0]
+    arms = [iterations("natural", "plain", plain), iterations("natural", "random-siblings", head)]
     (row,) = cold_rows({"runs": arms})
-    assert (row.claim, row.value) == ("2 iterations from no head, its training included", 20 / 16)
+    assert (row.claim, row.value) == ("5 iterations from no head, its training included", 50 / 25)
+    cut_off = iterations("natural", "random-siblings", [36.0])
+    assert not cold_rows({"runs": [arms[0], cut_off]})
 
 
 class Parsed(Exception):
