@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.rl_runs import make_module, make_trainer
 from tests.test_policy import make_batch
 from tlt_lightning import CriticConfig
@@ -20,7 +22,12 @@ def test_nothing_is_scored_where_nothing_is_asked_for(policy_path: str) -> None:
     assert module.score(batch, 45, single_update=False) is batch
 
 
-def test_a_network_that_the_objective_does_not_use_is_not_loaded(policy_path: str) -> None:
-    module = make_module(policy_path, critic=CriticConfig(), reference=policy_path)
-    module.configure_model()
-    assert (module.critic, module._reference) == (None, None)
+def test_a_network_that_the_objective_does_not_use_is_warned_of(
+    policy_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for arguments in ({"critic": CriticConfig()}, {"reference": policy_path}, {}):
+        caplog.clear()
+        module = make_module(policy_path, **arguments)
+        module.configure_model()
+        said = [f"`model.{name}` is given, and `model.objective` GRPO uses none" for name in arguments]
+        assert [record.message[: len(text)] for record, text in zip(caplog.records, said, strict=True)] == said

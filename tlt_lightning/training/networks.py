@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -21,6 +22,8 @@ from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.micro_batches import LargestCounts, cut_alike
+
+log = logging.getLogger(__name__)
 
 
 class Reference:
@@ -172,6 +175,14 @@ class NetworkSettings:
             path = self.reference or (self.policy if self.lora is None else None)
             is_half = is_half and objective.divergence is not None
             reference = Reference(path, self.attn_implementation, sharding, is_half=is_half)
+        for name, loaded in (("critic", critic), ("reference", reference)):
+            if getattr(self, name) is not None and loaded is None:
+                log.warning(
+                    "`model.%s` is given, and `model.objective` %s uses none: it is not loaded. Leave it out, or "
+                    "choose an objective that does.",
+                    name,
+                    type(objective).__name__,
+                )
         return Networks(model, critic, reference)
 
     def check_loaded(self, loaded: NetworkSettings, networks: Networks, objective: PolicyObjective) -> None:
