@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from transformers import PreTrainedConfig
 
 from tlt_lightning import (
     PromptSource,
@@ -19,6 +20,8 @@ from tlt_lightning import (
 from tlt_lightning.engine import RolloutEngine
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rollout import Rollout, RolloutBatch
+
+PreTrainedConfig.__repr__ = object.__repr__  # an eighth of a small run: transformers logs each config that it reads
 
 
 class NeverLoaded(TransformersEngine):
