@@ -97,6 +97,7 @@ def test_they_agree_with_every_way_to_load(
         torch.testing.assert_close(value, padded[name], atol=1e-5 * float(padded[name].abs().max()) + 1e-9, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_what_would_mix_sequences_is_padded_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

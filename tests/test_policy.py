@@ -125,6 +125,7 @@ def test_dropout_kept_as_a_number_is_off_too(model_type: str, overrides: dict[st
         torch.testing.assert_close(model.eval()(input_ids=ids).logits, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
     [

@@ -44,6 +44,7 @@ def logits_at(head: Any, batch: dict[str, torch.Tensor], *anchors: int) -> torch
         return blocks.logits_of(head, batch | {"loss_mask": mask}, len(anchors))[0]
 
 
+@pytest.mark.slow
 def test_a_block_sees_its_text_before_its_anchor_and_nothing_else(head: Any) -> None:
     first, second = (text_of(seed, 12, head.hidden_size) for seed in (1, 2))
     alone = logits_at(head, blocks.pack_of([second], BLOCK, CPU), 6)

@@ -222,6 +222,7 @@ def test_the_wide_policy_writes_the_greedy_text_of_the_small_one(small, wide):
     assert len(texts[0].unique()) > 10  # not the same token all the time
 
 
+@pytest.mark.slow
 def test_layers_between_add_nothing_and_no_matrix_is_of_zeros(small, wide):
     plan, policy = make_plan(small / "policy"), load(wide)
     with torch.no_grad():

@@ -94,6 +94,7 @@ def test_only_output_folders_follow_the_root() -> None:
     assert follow_root(config, "out") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

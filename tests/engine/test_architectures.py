@@ -105,6 +105,7 @@ def test_an_architecture_of_the_table_writes_with_the_weights_it_is_given(
             read_target(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt_neox", "opt", "mixtral", "falcon_h1"])
 def test_other_architectures_are_refused_with_the_way_out_before_vllm_loads(model_type: str, tmp_path: Path) -> None:
     path = save_architecture(model_type, tmp_path)

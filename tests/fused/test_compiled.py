@@ -65,6 +65,7 @@ def test_rows_alone_are_marked_to_vary_and_no_gradient_is_asked_for(monkeypatch:
     assert number == 0.5
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_kept_for_runs_with_other_engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours, engine = tmp_path / "ours", tmp_path / "an engine's"
     monkeypatch.setattr(compiling, "_OWN_CACHE", str(ours))

@@ -108,6 +108,7 @@ def test_what_still_has_to_be_computed_is_no_number(response: str, answer: str, 
     assert math_equivalence("", response, {"answer": answer}) == score
 
 
+@pytest.mark.slow
 def test_it_works_in_threads_and_reuses_children() -> None:
     scores: list[float] = []
     threads = [

@@ -145,6 +145,7 @@ def test_what_cannot_move_the_policy_to_the_end_is_refused_before_the_engine_loa
         trainer.fit(make_module(policy_path, **arguments), make_data(prompts_path, NeverLoaded()))
 
 
+@pytest.mark.slow
 def test_a_plateau_of_held_out_accuracy_is_looked_for_where_it_is_validated(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
