@@ -287,6 +287,7 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
         skip_special_tokens=False,  # rewards see them too
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # nobody else has it; vLLM would take a millisecond for a deep copy
     )
 
 
