@@ -242,7 +242,7 @@ OTHERS: tuple[Any, ...] = (
 )
 OF_OTHERS = {
     *("multi_processor_count", "layer_types", "layers_block_type", "rope_parameters", "rope_scaling"),
-    "_torchdynamo_orig_callable",
+    *("_torchdynamo_orig_callable", "levelno"),  # the second of a record of a log
     "_cuda_clearCublasWorkspaces",
     *("from_address", "cuMemCreate", "cuMemMap", "cuMemSetAccess"),  # of ctypes and CUDA's driver
 }

@@ -59,14 +59,17 @@ def quiet_loading() -> Iterator[None]:
     """
     loaders = ("model_loader.reload.layerwise", "models.utils")
     noisy = [logging.getLogger(f"vllm.model_executor.{name}") for name in loaders]
-    levels = [logger.level for logger in noisy]
     for logger in noisy:
-        logger.setLevel(logging.ERROR)
+        logger.addFilter(_is_error)  # another level would clear what all loggers have cached
     try:
         yield
     finally:
-        for logger, level in zip(noisy, levels, strict=True):
-            logger.setLevel(level)
+        for logger in noisy:
+            logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def faults_of(given: Shapes, expected: Shapes, optional: Collection[str] = ()) -> dict[str, list[str]]:
