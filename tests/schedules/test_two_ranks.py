@@ -33,7 +33,7 @@ def resume(
 
 @pytest.mark.parametrize(
     ("schedule", "before", "after"),
-    [("tail", 1, 2), ("tail", 2, 1), ("partial", 1, 2), ("partial", 2, 1), ("async", 2, 1)],
+    [("tail", 1, 2), ("partial", 1, 2), ("partial", 2, 1), ("async", 2, 1)],
 )
 def test_what_waits_is_dealt_out_to_another_number_of_ranks(
     schedule: str, before: int, after: int, policy_path: str, prompts_path: str, tmp_path: Path
