@@ -50,24 +50,36 @@ def is_computed(expected: list[Any], found: list[Any]) -> bool:
     To math-verify `3 + 4 + 2` equals 9, so a policy would learn to write the question as its answer. A fraction is a
     number where no integer is expected, `50\%` and `4 \times 10^2` always.
     """
-    from sympy import Eq, Expr, Mul, Pow, UnevaluatedExpr
+    from math_verify.grader import take_last_relation
+    from sympy import And, Eq, Expr, Float, Integer, Mul, Pow, Rational, Set, UnevaluatedExpr
+
+    def last(value: Any) -> Any:  # the right side of an equation or of a chain of them, what a set holds
+        if isinstance(value, And | Eq):
+            return last(take_last_relation(value).rhs)
+        return last(value.args[-1]) if isinstance(value, Set) and value.args else value
 
     def factors(value: Any) -> list[Any]:
         return [each for part in value.args for each in factors(part)] if isinstance(value, Mul) else [value]
 
     def is_scale(factor: Any) -> bool:  # a sign, a percentage, a power of ten, a denominator
-        is_power = isinstance(factor, Pow) and (factor.base == 10 or factor.exp == -1)
-        return is_power or isinstance(factor, UnevaluatedExpr) or abs(factor) == 1
+        is_denominator = isinstance(factor, Pow) and factor.exp == -1 and isinstance(factor.base, Float | Integer)
+        is_power_of_ten = isinstance(factor, Pow) and factor.base == 10
+        return is_denominator or is_power_of_ten or factor in (-1, UnevaluatedExpr(Rational(1, 100)))
 
     def is_number(value: Any) -> bool:
-        others = [each for each in factors(value) if not is_scale(each)]
-        return len(others) <= 1 and all(each.is_Number for each in others)
+        parts = factors(value)
+        others = [each for each in parts if not is_scale(each)]
+        return len(others) <= 1 and all(each.is_Number for each in others) and sum(each.is_Pow for each in parts) <= 1
 
-    if not found or not isinstance(expected[0], Expr) or not is_number(expected[0]):
+    wanted = last(expected[0])
+    if not found or not isinstance(wanted, Expr) or not is_number(wanted):
         return True
-    answer = found[0].rhs if isinstance(found[0], Eq) else found[0]
-    is_quotient = any(sign in str(found[-1]) for sign in ("frac", "/", ":"))
-    return isinstance(answer, Expr) and is_number(answer) and not (is_quotient and expected[0].is_Integer)
+    answer, text = last(found[0]), str(found[-1]).rpartition("=")[2]
+    if not isinstance(answer, Expr) or answer.is_Symbol:  # the latter of `\text{9}`
+        return isinstance(answer, Expr)
+    operators = ("div", "÷", "binom", "choose", "matrix")  # what math-verify computes while it parses
+    fractions = ("frac", "/", ":") if wanted.is_Integer else ()
+    return is_number(answer) and not any(sign in text for sign in operators + fractions)
 
 
 if __name__ == "__main__":
