@@ -41,6 +41,18 @@ def test_the_verifier_scores_the_whole_response_or_its_last_answer_block() -> No
     assert 0 < scores[3] < 0.5  # the library's part for an answer among other words
 
 
+@pytest.mark.parametrize(
+    "answer", ["9**9**9", "<answer>9 ** (9 ** 9)</answer>", "((9**9)**9)**9", "2**99999999", "99999!"]
+)
+def test_a_huge_number_does_not_stop_the_run(answer: str) -> None:
+    assert verify("", answer, ReasoningGym("countdown", size=1)[0]) == 0.0
+
+
+def test_powers_of_an_answer_are_no_huge_number() -> None:
+    for row in ReasoningGym("polynomial_multiplication", size=10):
+        assert verify("", row["answer"], row) == 1.0
+
+
 def test_every_answer_of_gsm_symbolic_passes_its_own_verifier() -> None:
     rows = ReasoningGym("gsm_symbolic", size=50, seed=1)
     assert {verify("", f"so <answer>{row['answer']}</answer>", row) for row in rows} == {1.0}

@@ -1,5 +1,6 @@
 """Take prompts from `reasoning-gym`, and score their answers by its verifiers (arXiv 2505.24760)."""
 
+import re
 from collections import UserList
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +13,15 @@ from tlt_lightning.rewards.answers import final_part
 
 MAX_DRAWS = 20
 """Entries drawn for each row that is wanted, before the task is taken to have no more questions."""
+
+RUN_AS_PYTHON = (
+    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
+    *("simple_integration", "spiral_matrix", "string_insertion"),
+)
+"""Tasks whose verifiers run the answer as Python in this process."""
+
+HUGE = re.compile(r"\*\*[\s(]*\d+[\s)]*\*\*|\*\*[\s(]*\d{4}|\d{4}\s*!")
+"""A power of a power, or one of thousands: it would hold the interpreter's lock past any time limit."""
 
 
 class ReasoningGym(UserList[Row], RowSource):
@@ -58,6 +68,9 @@ class ReasoningGym(UserList[Row], RowSource):
 def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Score a response by the verifier of the row's task; most give 1 for a right answer, a part for others.
 
+    Verifiers of the tasks in `RUN_AS_PYTHON` run the answer as Python, here: train policies you do not trust on these
+    in a container. There an answer such as `9**9**9`, which would stop the run, gets 0.
+
     Args:
         prompt: Not read; the row says what the question is.
         response: The answer: the inside of the last `<answer>` block, without one all of it.
@@ -69,9 +82,11 @@ def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
     metadata = row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError(f"`verify` needs rows of `tlt_lightning.tasks.ReasoningGym`, got the columns {sorted(row)}.")
-    answer = final_part(response)
-    entry = {**row, "question": row["prompt"]}  # in the library's words
-    return _verifier(metadata["source_dataset"])(response.strip() if answer is None else answer, entry)
+    block, task = final_part(response), metadata["source_dataset"]
+    answer = response.strip() if block is None else block
+    if task in RUN_AS_PYTHON and HUGE.search(answer):
+        return 0.0
+    return _verifier(task)(answer, {**row, "question": row["prompt"]})  # the question in the library's words
 
 
 @cache
