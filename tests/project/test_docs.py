@@ -93,7 +93,8 @@ def test_your_own_callback_reward_and_selector_run(policy_path: str, prompts_pat
     (reward,) = (code for _, title, code in BLOCK.findall(README) if title == "my_reward.py")
     exec(reward, own)
     row = {"answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
-    assert [own["right"]("", text, row) for text in (r"It is $\boxed{42}$.", r"\boxed{142}", "42")] == [1, 0, 0]
+    texts = (r"It is $\boxed{42}$.", r"\boxed{142}", "42", r"\boxed{41} \boxed{42} \boxed{43}")
+    assert [own["right"]("", text, row) for text in texts] == [1, 0, 0, 0]
 
     data = make_data(prompts_path, rewards=[RewardTerm(function=own["right"])])
     trainer = make_trainer(tmp_path, own["Longest"](), max_epochs=1)
