@@ -81,6 +81,8 @@ def test_the_six_lines_of_the_readme_train_and_show_the_reward(
     code = code.replace("rewards=[right]", "rewards=[right], sampling=Sampling(max_tokens=8)")
     names: dict[str, Any] = {"Sampling": Sampling}
     exec(code, names)
+    texts = ("It is 4.", "4", "3 4 5", "14", "")
+    assert [names["right"]("", text, {"answer": "4"}) for text in texts] == [1, 1, 0, 0, 0]
     assert "iteration 1/1  reward " in capfd.readouterr().out
     assert (tmp_path / "outputs/report.html").is_file()
 
