@@ -38,8 +38,8 @@ def has_composed_states(build: OptimizerCallable) -> bool:
 
 def _sample_step(build: OptimizerCallable) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the group and the states of an optimizer that has moved one matrix, as it would on a GPU."""
-    # Some optimizers keep less of matrices; Muon cubes the smaller side.
-    parameter = nn.Parameter(torch.zeros(64, 4096))
+    # Some optimizers keep less of matrices, or more of long ones; Muon cubes the smaller side.
+    parameter = nn.Parameter(torch.zeros(256, 1024))
     parameter.grad = torch.ones_like(parameter)
     optimizer = build([{"params": [parameter]}])
     let_step_on_cpu(optimizer)
