@@ -1,13 +1,12 @@
-import atexit
 import logging
 import multiprocessing
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -149,17 +148,19 @@ def test_an_error_of_a_collective_is_followed_by_the_reason(forked: tuple[Livene
     assert error.__notes__ == ["The run cannot go on: rank 1 has died: its process ended without a word."]
 
 
+EXIT = """
+import atexit, threading
+from types import SimpleNamespace
+from tlt_lightning.ranks import liveness
+
+atexit.register(threading.Event().wait, 60)  # as NCCL waits for a rank that never answers
+liveness._GRACE_SECONDS = 1
+alive = liveness.Liveness(SimpleNamespace(global_rank=0, world_size=1, strategy=None))
+alive._failure = "rank 1 has given no sign of life"
+alive.close()
+"""
+
+
 def test_a_process_that_knows_of_a_failure_gets_through_its_exit() -> None:
-    if (child := os.fork()) == 0:
-        try:
-            atexit._clear()  # and the signal's handler: both are pytest's
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            atexit.register(threading.Event().wait, 60)  # as NCCL waits for a rank that never answers
-            liveness._GRACE_SECONDS = 1
-            alive = Liveness(SimpleNamespace(global_rank=0, world_size=1, strategy=None))  # type: ignore[arg-type]
-            alive._failure = "rank 1 has given no sign of life"
-            alive.close()
-            atexit._run_exitfuncs()  # as at an interpreter's end
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGALRM
+    ended = subprocess.run([sys.executable, "-c", EXIT], timeout=100)
+    assert ended.returncode == -signal.SIGALRM

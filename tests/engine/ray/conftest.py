@@ -20,6 +20,14 @@ STORE = 80 * 2**20
 """Bytes of a node's object store."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_signals() -> Iterator[None]:
+    """Keep the process's handler of SIGTERM: each node that a test adds brings one that ends it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONPATH")}
