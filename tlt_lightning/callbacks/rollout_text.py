@@ -35,7 +35,7 @@ _IN_LINE = {
     "speculation/acceptance_length": "accept {speculation/acceptance_length:.2f}",
     "train/mfu": "mfu {train/mfu:.0%}",
 }
-"""What is said of an iteration in its line, where the metric was logged."""
+"""Words of an iteration's line, by the metric that must have been logged."""
 
 
 def rollout_label(trainer: L.Trainer) -> str:
@@ -71,7 +71,7 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
     elif "train/loss" in metrics:
         parts.append(f"loss {metrics['train/loss']:.4f}")
     hidden = {"speculation/acceptance_length"} if metrics.get("speculation/off_share") == 1 else set()
-    parts += [text.format_map(metrics) for name, text in _IN_LINE.items() if name in metrics.keys() - hidden]
+    parts += [text.format_map(metrics) for name, text in _IN_LINE.items() if name in metrics and name not in hidden]
     if "time/iteration" in metrics:
         parts.append(_seconds_by_stage(metrics))
     return "  ".join(parts)

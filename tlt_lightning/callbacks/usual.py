@@ -33,7 +33,7 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     if trainer.loggers:
         usual.append(CompletionsWriter(folder) if trainer.state.fn == "predict" else RunReport(folder))
     if [vars(each) for each in trainer.checkpoint_callbacks] == [vars(ModelCheckpoint())]:  # the Trainer's own
-        given.remove(*trainer.checkpoint_callbacks)  # which Lightning would do, and say so
+        given.remove(trainer.checkpoint_callbacks[0])  # which Lightning would do, and say so
         usual.append(IterationCheckpoint(f"{folder}/checkpoints"))
     names = {kind.__name__ for each in given for kind in type(each).__mro__}  # a file may be known by two paths
     return [each for each in usual if type(each).__name__ not in names]
