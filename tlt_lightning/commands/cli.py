@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from tlt_lightning.commands.advice import close_options, lost_name
 from tlt_lightning.guard.checkpoint_io import check_readable
+from tlt_lightning.replacing import replace
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -168,11 +169,9 @@ def settings_of_one_class() -> Iterator[None]:
                     before.init_args.pop(name)
         discard(now_parser, before, now)
 
-    _typehints.discard_init_args_on_class_path_change = discard_defaults
-    try:
+    with ExitStack() as undone:
+        replace(undone, _typehints, "discard_init_args_on_class_path_change", discard_defaults)
         yield
-    finally:
-        _typehints.discard_init_args_on_class_path_change = discard
 
 
 class _CLI(LightningCLI):

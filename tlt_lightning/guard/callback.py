@@ -17,10 +17,11 @@ from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, remove_leftovers
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.interruption import Interruption
-from tlt_lightning.guard.lightning_patches import apply_patches, replace
+from tlt_lightning.guard.lightning_patches import apply_patches
 from tlt_lightning.guard.parts import save_with_parts
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.ranks.liveness import SIGTERM_STATUS, Liveness
+from tlt_lightning.replacing import replace
 from tlt_lightning.training.iteration_end import CloseIteration
 from tlt_lightning.training.resume import Requeue, forget_unfinished, has_begun_update, restart_validation
 

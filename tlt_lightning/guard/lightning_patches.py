@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tlt_lightning.guard.checkpoint_io import link_checkpoint, save_behind
+from tlt_lightning.replacing import replace
 from tlt_lightning.training.followed_metrics import save_followed
 from tlt_lightning.training.resume import Requeue
 
@@ -118,15 +119,6 @@ PATCHES = (
         _requeue_handler,
     ),
 )
-
-
-def replace(undone: ExitStack, owner: Any, name: str, new: Any) -> None:
-    """Replace an attribute of an object until `undone` is closed."""
-    if name in vars(owner):
-        undone.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undone.callback(vars(owner).pop, name, None)
-    setattr(owner, name, new)
 
 
 def apply_patches(trainer: L.Trainer, undone: ExitStack) -> None:

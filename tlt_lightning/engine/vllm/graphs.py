@@ -24,11 +24,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from tlt_lightning.engine.vllm.patches.patch import replace as replace_attribute
+from tlt_lightning.replacing import replace as replace_attribute
 from tlt_lightning.speculation.graph_plan import GraphKind, GraphPlan, GraphPool
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -70,14 +71,11 @@ class PlannedGraphs:
         from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
         capture = CudaGraphManager.capture
-        replacements = (
-            (CudaGraphManager, "_init_candidates", lambda manager: self.fill(manager)),
-            (CudaGraphManager, "capture", lambda manager, *args: self.measure(manager, capture, *args)),
-            (SpeculatorCudaGraphManager, "specialize_spec_tokens", lambda m, desc, k: self.specialize(m, desc, k)),
-        )
-        with ExitStack() as stack:
-            for owner, name, new in replacements:
-                stack.callback(replace_attribute(owner, name, new))
+        with ExitStack() as undone:
+            put = partial(replace_attribute, undone)
+            put(CudaGraphManager, "_init_candidates", lambda manager: self.fill(manager))
+            put(CudaGraphManager, "capture", lambda manager, *args: self.measure(manager, capture, *args))
+            put(SpeculatorCudaGraphManager, "specialize_spec_tokens", lambda m, desc, k: self.specialize(m, desc, k))
             yield
 
     def attach(self, runner: Any) -> None:

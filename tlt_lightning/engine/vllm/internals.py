@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from tlt_lightning.replacing import replace
+
 if TYPE_CHECKING:
     from vllm import EngineArgs
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -177,13 +179,10 @@ def _process_group_kept(is_kept: bool) -> Iterator[None]:
     """Let vLLM destroy its own parallel groups; with `is_kept` not the default one, whose maker it does not ask."""
     from vllm.distributed import parallel_state
 
-    destroy = reach(parallel_state, "destroy_distributed_environment")
-    if is_kept:
-        parallel_state.destroy_distributed_environment = lambda: None
-    try:
+    with ExitStack() as undone:
+        if is_kept:
+            replace(undone, parallel_state, "destroy_distributed_environment", lambda: None)
         yield
-    finally:
-        parallel_state.destroy_distributed_environment = destroy
     if is_kept:
         parallel_state._WORLD = None
 

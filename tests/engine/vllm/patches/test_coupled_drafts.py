@@ -1,6 +1,8 @@
 """A head's drafts are drawn with the noise of verification in engines that ask for it, and in no others."""
 
 import inspect
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from tlt_lightning.engine.vllm.patches import coupled_drafts
+from tlt_lightning.replacing import replace
 
 pytestmark = pytest.mark.vllm
 
@@ -28,8 +31,8 @@ def test_drafts_share_the_noise_of_verification_where_the_engine_asks_for_it(
 
     monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
     vllms_own = DraftModelSpeculator.sample_draft
-    undo = coupled_drafts._apply()
-    try:
+    with ExitStack() as undone:
+        coupled_drafts._apply(partial(replace, undone))
         assert inspect.signature(DraftModelSpeculator.sample_draft) == inspect.signature(vllms_own)
         ours, theirs = (inspect.signature(each).parameters for each in (coupled_drafts.sample_coupled, vllms_own))
         assert list(ours)[1:] == list(theirs)[1:]
@@ -44,8 +47,6 @@ def test_drafts_share_the_noise_of_verification_where_the_engine_asks_for_it(
         drafts = DraftModelSpeculator.sample_draft(
             speculator, torch.zeros(2, 4), positions, rows, temperature, seeds, torch.tensor(0), None
         )
-    finally:
-        undo()
     assert DraftModelSpeculator.sample_draft is vllms_own
     assert drafts.tolist() == ([1, 2] if is_coupled else [1, 0])
     assert len(asked) == is_coupled

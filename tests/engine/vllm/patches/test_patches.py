@@ -8,6 +8,7 @@ import importlib
 import struct
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +35,9 @@ from tlt_lightning.engine.vllm.patches import (
 )
 from tlt_lightning.engine.vllm.patches.finite_drafts import finite
 from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
-from tlt_lightning.engine.vllm.patches.patch import Patch, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 from tlt_lightning.policy import PolicyWeights, load_policy
+from tlt_lightning.replacing import replace
 from tlt_lightning.rollout import Request, Sampling
 
 
@@ -115,24 +117,24 @@ def test_a_reload_without_repairs_leaves_tied_heads_and_experts_wrong(
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("patch", PATCHES, ids=named)
-def test_undoing_puts_back_what_was_replaced(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undoing_puts_back_what_was_replaced(patch: Patch) -> None:
     replaced: list[tuple[Any, str, Any]] = []
 
-    def noted(owner: Any, name: str, new: Any) -> Any:
-        replaced.append((owner, name, getattr(owner, name)))
-        return replace(owner, name, new)
+    with ExitStack() as undone:
 
-    monkeypatch.setattr(sys.modules[patch.apply.__module__], "replace", noted)
-    undo = patch.apply()
-    assert replaced
-    assert all(getattr(owner, name) is not old for owner, name, old in replaced)
-    undo()
+        def noted(owner: Any, name: str, new: Any) -> None:
+            replaced.append((owner, name, getattr(owner, name)))
+            replace(undone, owner, name, new)
+
+        patch.apply(noted)
+        assert replaced
+        assert all(getattr(owner, name) is not old for owner, name, old in replaced)
     assert all(getattr(owner, name) is old for owner, name, old in replaced)
 
 
 def test_a_repair_that_no_longer_fits_says_so() -> None:
-    def reach_into_nothing() -> Any:
-        return replace(internals, "gone", None)
+    def reach_into_nothing(replace: Replace) -> None:
+        replace(internals.gone, "gone", None)  # type: ignore[attr-defined]
 
     patch = Patch(why="", versions="", is_needed=lambda: True, apply=reach_into_nothing)
     with pytest.raises(RuntimeError, match=r"'gone'.*supports vLLM >=0\.32\.0"), patch.applied():
@@ -147,10 +149,9 @@ def test_workspaces_are_dropped_right_before_each_capture(monkeypatch: pytest.Mo
     done: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("dropped"), raising=False)
     monkeypatch.setattr(torch.cuda.graph, "__enter__", lambda graph: done.append("captures"))
-    undo = cublas_workspaces.PATCH.apply()
+    cublas_workspaces.PATCH.apply(monkeypatch.setattr)
     for _ in range(2):
         torch.cuda.graph.__enter__(object.__new__(torch.cuda.graph))
-    undo()
     assert done == ["dropped", "captures"] * 2
 
 
@@ -165,9 +166,9 @@ def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2**36))
     monkeypatch.setattr(cumem, "create_and_map", mapped.append)
     monkeypatch.setattr(asleep_free, "_map_to_one_piece", lambda handle: mapped.append(("one piece", handle)))
-    undo = asleep_free.PATCH.apply()
-    allocator = cumem.CuMemAllocator()
-    undo()  # as `close` does, before what it held is collected
+    with ExitStack() as undone:  # as `close` undoes it, before what it held is collected
+        asleep_free.PATCH.apply(partial(replace, undone))
+        allocator = cumem.CuMemAllocator()
     handles = {pointer: (0, 2**21, pointer, 7) for pointer in (1, 2)}
     for pointer, handle in handles.items():
         allocator.pointer_to_data[pointer] = AllocationData(handle, "weights", is_asleep=pointer == 2)

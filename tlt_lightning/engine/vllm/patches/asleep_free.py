@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ PIECE = 16 * 2**20
 """Bytes that stand in for memory that does not fit."""
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.device_allocator import cumem
 
     free = cumem.CuMemAllocator._python_free_callback
@@ -46,7 +46,7 @@ def _apply() -> Undo:
             data.is_asleep = False
         return free(allocator, pointer)
 
-    return replace(cumem.CuMemAllocator, "_python_free_callback", free_awake)
+    replace(cumem.CuMemAllocator, "_python_free_callback", free_awake)
 
 
 def _map_to_one_piece(handle: tuple[int, int, int, int]) -> None:

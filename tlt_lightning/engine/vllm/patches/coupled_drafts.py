@@ -15,7 +15,6 @@ vLLM salts the noise of drafts, as its own rejection sampling must, and samples 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import wraps
 from math import inf
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 COUPLED = {"tlt_lightning.coupled_drafts": True}
 """vLLM's `additional_config` of an engine whose drafts are coupled."""
@@ -76,11 +75,11 @@ def sample_block_coupled(speculator: Any, logits: Any, idx_map: Any, sample_pos:
     )
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-    def coupling(owner: Any, name: str, coupled: Any) -> Undo:
+    def couple(owner: Any, name: str, coupled: Any) -> None:
         usual = getattr(owner, name)
 
         @wraps(usual)
@@ -88,12 +87,10 @@ def _apply() -> Undo:
             is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
             return (coupled if is_coupled else usual)(speculator, *args, **kwargs)
 
-        return replace(owner, name, sample)
+        replace(owner, name, sample)
 
-    stack = ExitStack()
-    stack.callback(coupling(DraftModelSpeculator, "sample_draft", sample_coupled))
-    stack.callback(coupling(DSparkSpeculator, "_sample_logits", sample_block_coupled))
-    return stack.close
+    couple(DraftModelSpeculator, "sample_draft", sample_coupled)
+    couple(DSparkSpeculator, "_sample_logits", sample_block_coupled)
 
 
 PATCH = Patch(

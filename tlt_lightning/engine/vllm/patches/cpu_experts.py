@@ -6,10 +6,10 @@ from functools import wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     setup = UnquantizedFusedMoEMethod._setup_kernel
@@ -21,7 +21,7 @@ def _apply() -> Undo:
         if is_reload:
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    return replace(UnquantizedFusedMoEMethod, "_setup_kernel", setup_and_pack)
+    replace(UnquantizedFusedMoEMethod, "_setup_kernel", setup_and_pack)
 
 
 PATCH = Patch(

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     sample_tokens = GPUModelRunner.sample_tokens
@@ -23,7 +23,7 @@ def _apply() -> Undo:
         finally:
             generators.update(kept)
 
-    return replace(GPUModelRunner, "sample_tokens", without_those_dropped)
+    replace(GPUModelRunner, "sample_tokens", without_those_dropped)
 
 
 PATCH = Patch(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 _NAME = "batched_count_greater_than"
 
@@ -18,16 +17,14 @@ def _as_written() -> Any:
     return getattr(getattr(logprobs, _NAME), "_torchdynamo_orig_callable", None)
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import logprobs
 
     plain = _as_written()
-    with ExitStack() as undos:
-        for module in (logprobs, sampler):
-            if hasattr(module, _NAME):
-                undos.callback(replace(module, _NAME, plain))
-        return undos.pop_all().close
+    for module in (logprobs, sampler):
+        if hasattr(module, _NAME):
+            replace(module, _NAME, plain)
 
 
 PATCH = Patch(

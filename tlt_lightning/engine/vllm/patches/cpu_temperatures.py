@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
 def expand_batch_to_tokens(
@@ -25,10 +25,10 @@ def expand_batch_to_tokens(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.sample import rejection_sampler
 
-    return replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
+    replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
 
 
 PATCH = Patch(

@@ -6,7 +6,7 @@ from functools import wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
 def _pack_tied_head(model: Any) -> None:
@@ -18,7 +18,7 @@ def _pack_tied_head(model: Any) -> None:
         reach(head, "quant_method.process_weights_after_loading")(head)
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     reload = CPUModelRunner.reload_weights
@@ -28,7 +28,7 @@ def _apply() -> Undo:
         reload(runner, *args, **kwargs)
         _pack_tied_head(runner.get_model())
 
-    return replace(CPUModelRunner, "reload_weights", reload_weights)
+    replace(CPUModelRunner, "reload_weights", reload_weights)
 
 
 PATCH = Patch(

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     enter = torch.cuda.graph.__enter__
 
     def enter_without_workspaces(graph: Any) -> None:
         torch._C._cuda_clearCublasWorkspaces()
         enter(graph)
 
-    return replace(torch.cuda.graph, "__enter__", enter_without_workspaces)
+    replace(torch.cuda.graph, "__enter__", enter_without_workspaces)
 
 
 PATCH = Patch(

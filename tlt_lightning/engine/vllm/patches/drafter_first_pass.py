@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
 def keep_first_pass_with_target(runner: Any) -> None:
@@ -47,7 +47,7 @@ def keep_first_pass_with_target(runner: Any) -> None:
     target.dispatch, prefill.dispatch = remembered, matching
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     capture = GPUModelRunner.capture_model
@@ -59,7 +59,7 @@ def _apply() -> Undo:
             keep_first_pass_with_target(runner)
         return result
 
-    return replace(GPUModelRunner, "capture_model", capture_and_pair)
+    replace(GPUModelRunner, "capture_model", capture_and_pair)
 
 
 PATCH = Patch(

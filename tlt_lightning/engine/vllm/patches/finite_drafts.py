@@ -9,11 +9,10 @@ It takes two short kernels a draft, within the CUDA graph where there is one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 LARGEST = 600.0
 """A logit's bound: over the least temperature, 0.01, float16 still holds it, and its softmax is that of infinity."""
@@ -26,7 +25,7 @@ def finite(logits: Any) -> Any:
     return logits.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=-LARGEST).clamp_(-LARGEST, LARGEST)
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
@@ -40,10 +39,8 @@ def _apply() -> Undo:
     def sample_finite(speculator: Any, logits: Any, *args: Any) -> Any:  # the token before has added to them
         return sample(speculator, finite(logits), *args)
 
-    stack = ExitStack()
-    stack.callback(replace(Eagle3LlamaForCausalLM, "compute_logits", compute_finite))
-    stack.callback(replace(DSparkSpeculator, "_sample_logits", sample_finite))
-    return stack.close
+    replace(Eagle3LlamaForCausalLM, "compute_logits", compute_finite)
+    replace(DSparkSpeculator, "_sample_logits", sample_finite)
 
 
 PATCH = Patch(

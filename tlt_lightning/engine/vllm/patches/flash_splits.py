@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 MIN_SPLITS = 4
 """Splits that even a full batch keeps: one context may be far longer than the others."""
@@ -43,10 +43,10 @@ def with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
     return built
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-    return replace(FlashAttentionMetadataBuilder, "build", with_fewer_splits(FlashAttentionMetadataBuilder.build))
+    replace(FlashAttentionMetadataBuilder, "build", with_fewer_splits(FlashAttentionMetadataBuilder.build))
 
 
 PATCH = Patch(

@@ -7,14 +7,13 @@ and would ask for vLLM's configuration. Here the decoration moves to a subclass 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.model_executor.models.transformers.base import Base
 
     init, decorate = Base.__init__, Base._decorate_cls_for_torch_compile
@@ -36,10 +35,8 @@ def _apply() -> Undo:
             if type(module) in decorated:
                 module.__class__ = decorated[type(module)]
 
-    undos = ExitStack()
-    undos.callback(replace(Base, "_decorate_cls_for_torch_compile", decorate_and_remember))
-    undos.callback(replace(Base, "__init__", init_on_a_subclass))
-    return undos.close
+    replace(Base, "_decorate_cls_for_torch_compile", decorate_and_remember)
+    replace(Base, "__init__", init_on_a_subclass)
 
 
 def _give_back(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Undo, replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
 
 _MESSAGE = "Memory usage increased after sleeping."
 
 
-def _apply() -> Undo:
+def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     sleep = Worker.sleep
@@ -23,7 +23,7 @@ def _apply() -> Undo:
             if str(error) != _MESSAGE:
                 raise
 
-    return replace(Worker, "sleep", sleep_beside_others)
+    replace(Worker, "sleep", sleep_beside_others)
 
 
 PATCH = Patch(
