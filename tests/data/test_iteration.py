@@ -187,7 +187,11 @@ def test_steps_are_cut_alike_in_each_pass_and_count_the_tokens_of_all_ranks() ->
             (2 * own, 4.0, 2)
         }
     assert rank.asked == [(100, False)]
-    assert [sorted(seen[start : start + 4]) for start in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
+    passes = [seen[start : start + 4] for start in (0, 4, 8)]
+    assert [sorted(rows) for rows in passes] == [[0, 1, 2, 3]] * 3
+    assert len(set(map(tuple, passes))) > 1  # shuffled anew
+    again = OneRank(num_minibatches=2, inner_epochs=3).steps()
+    assert [row for step in again for part in step for row in part.rows] == seen  # by the run's seed
     assert moved == [False, *[True] * 5]
 
 

@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, end_step, fill, plan_minibatches
+from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, end_step, fill
 
 
 def random_lengths(seed: int, num_rows: int) -> list[int]:
@@ -59,20 +59,6 @@ def test_micro_batches_name_rows_and_refuse_what_fits_into_none() -> None:
     assert cut_alike([rows], lengths, 10, is_padded=True, largest_counts=None) == [[[4, 0], [1], [2]]]
     with pytest.raises(ValueError, match="has 9 tokens, more than `micro_batch_tokens` 8"):
         cut_micro_batches(rows, lengths, 8)
-
-
-def test_a_plan_has_every_row_once_shuffles_and_repeats_with_its_seed() -> None:
-    lengths = torch.tensor(random_lengths(0, 24))
-
-    def plans(seed: int) -> list[list[list[list[int]]]]:
-        options = {"generator": torch.Generator().manual_seed(seed), "is_padded": False}
-        return [plan_minibatches(lengths, micro_batch_tokens=99, num_minibatches=3, **options) for _ in range(2)]
-
-    first, second = plans(0)
-    assert sorted(row for step in first for part in step for row in part) == list(range(24))
-    assert [sum(map(len, step)) for step in first] == [8, 8, 8]
-    assert first != second
-    assert plans(0) == [first, second]
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

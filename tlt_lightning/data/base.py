@@ -1,24 +1,58 @@
-"""Say what all data modules of a policy have: an epoch's optimizer steps, and an end in order."""
+"""Say what all data modules of a policy have: an epoch's optimizer steps, in micro-batches, and an end in order."""
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import lightning as L
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.ranks.liveness import Liveness
+from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import RolloutBatch
+from tlt_lightning.training.fsdp2 import largest_counts
+from tlt_lightning.training.micro_batches import cut_alike
+from tlt_lightning.training.networks import Networks
 
 if TYPE_CHECKING:
     from tlt_lightning.module import RLModule
 
 log = logging.getLogger(__name__)
+
+
+def cut_steps(
+    trainer: L.Trainer, networks: Networks, batch: RolloutBatch, steps: Sequence[Tensor], max_tokens: int
+) -> Iterator[list[RolloutBatch]]:
+    """Yield the micro-batches of each step, with the step's counts over all ranks, by which losses divide.
+
+    Args:
+        trainer: Of the run, whose ranks cut alike where each pass is a collective.
+        networks: Read the batch.
+        batch: All sequences of this rank.
+        steps: Row numbers of each step's sequences.
+        max_tokens: Most tokens of a micro-batch.
+    """
+    alike = largest_counts(trainer)
+    plan = cut_alike(steps, batch.lengths, max_tokens, is_padded=networks.is_padded, largest_counts=alike)
+    counts = sum_over_ranks(trainer, torch.tensor([batch.count_loss(rows.tolist()) for rows in steps]))
+    for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
+        yield [
+            replace(
+                batch.select(rows),
+                num_loss_tokens=num_tokens,
+                num_loss_sequences=num_sequences,
+                num_shares=trainer.world_size,
+            )
+            for rows in step
+        ]
 
 
 class PolicyDataModule(L.LightningDataModule):

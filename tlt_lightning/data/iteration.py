@@ -23,7 +23,7 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
       |
     advantages           PolicyObjective             sums over ranks                 they are finite
       |
-    micro-batches        plan_minibatches            -                               Lightning asks for the next step
+    micro-batches        cut_steps                   sums over ranks                 Lightning asks for the next step
       |
     optimizer step       RLModule.training_step      gradients of all ranks          the last step of the epoch
       |
@@ -44,6 +44,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from tlt_lightning.data.base import cut_steps
 from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
@@ -55,8 +56,6 @@ from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
-from tlt_lightning.training.fsdp2 import largest_counts
-from tlt_lightning.training.micro_batches import counted_steps, plan_minibatches
 from tlt_lightning.training.trainer_settings import check_settings
 
 if TYPE_CHECKING:
@@ -271,15 +270,8 @@ class PolicyIteration:
     def _cut(self, batch: RolloutBatch) -> Iterator[list[RolloutBatch]]:
         generator = torch.Generator().manual_seed(iteration_seed(self.trainer, "shuffle"))
         for _ in range(self.settings.inner_epochs):
-            plan = plan_minibatches(
-                batch.lengths,
-                micro_batch_tokens=self.settings.micro_batch_tokens,
-                num_minibatches=self.settings.num_minibatches,
-                generator=generator,
-                is_padded=self.module.networks.is_padded,
-                largest_counts=largest_counts(self.trainer),
-            )
-            yield from counted_steps(batch, plan, self._sum, self.trainer.world_size)
+            steps = torch.randperm(len(batch), generator=generator).chunk(self.settings.num_minibatches)
+            yield from cut_steps(self.trainer, self.module.networks, batch, steps, self.settings.micro_batch_tokens)
 
     def _sum(self, value: Tensor) -> Tensor:
         return sum_over_ranks(self.trainer, value)

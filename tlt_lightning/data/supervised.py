@@ -14,20 +14,17 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import Count, check_argument
 from tlt_lightning.checks import check_models, check_trainer, context_of
-from tlt_lightning.data.base import PolicyDataModule
+from tlt_lightning.data.base import PolicyDataModule, cut_steps
 from tlt_lightning.data.formats import Text
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts
 from tlt_lightning.data.texts import AnsweredRows
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.ranks.liveness import Liveness
-from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.seeds import run_seed
 from tlt_lightning.training.described import keep_arguments
-from tlt_lightning.training.fsdp2 import largest_counts
 from tlt_lightning.training.memory.pass_size import choose_on_device, pass_sizes
-from tlt_lightning.training.micro_batches import counted_steps, cut_alike
 from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes
 
 
@@ -158,14 +155,7 @@ class SupervisedDataModule(PolicyDataModule):
             batch = collate(list(map(_imitated, own)), pad_id=0, temperature=1.0)
             if trainer.training:
                 batch = module.score(batch, self._pass_tokens, single_update=True)
-            plan = cut_alike(
-                [torch.arange(len(own))],
-                batch.lengths,
-                self._pass_tokens,
-                is_padded=module.networks.is_padded,
-                largest_counts=largest_counts(trainer),
-            )
-            yield from counted_steps(batch, plan, lambda value: sum_over_ranks(trainer, value), trainer.world_size)
+            yield from cut_steps(trainer, module.networks, batch, [torch.arange(len(own))], self._pass_tokens)
 
     # Checkpoints
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import reduce
 from heapq import heapreplace
 from itertools import count, pairwise
@@ -11,8 +10,6 @@ from math import ceil
 
 import torch
 from torch import Tensor
-
-from tlt_lightning.rollout import RolloutBatch
 
 
 def cut_micro_batches(
@@ -85,40 +82,23 @@ LargestCounts = Callable[[Tensor], Tensor]
 """Returns the largest of every rank's counts, for each place of a tensor; a collective."""
 
 
-def plan_minibatches(
-    lengths: Tensor,
-    *,
-    micro_batch_tokens: int,
-    num_minibatches: int,
-    generator: torch.Generator,
-    is_padded: bool,
-    largest_counts: LargestCounts | None = None,
-) -> list[list[list[int]]]:
-    """Split sequences at random into steps, and steps into micro-batches.
-
-    Args:
-        lengths: Tokens of each sequence. (B,), int64
-        micro_batch_tokens: Most tokens of a micro-batch.
-        num_minibatches: Optimizer steps, which divide B.
-        generator: Shuffles.
-        is_padded: As in `cut_micro_batches`.
-        largest_counts: Makes all ranks, with B sequences each, cut a step into equally many; None where each may cut
-            by itself.
-
-    Returns:
-        Row numbers by optimizer step and micro-batch, each step's largest one first.
-    """
-    steps = torch.randperm(len(lengths), generator=generator).chunk(num_minibatches)
-    return cut_alike(steps, lengths, micro_batch_tokens, is_padded=is_padded, largest_counts=largest_counts)
-
-
 def cut_alike(
     steps: Sequence[Tensor], lengths: Tensor, max_tokens: int, *, is_padded: bool, largest_counts: LargestCounts | None
 ) -> list[list[list[int]]]:
-    """Cut each of some steps as `cut_micro_batches` does, with `largest_counts` into as many parts on every rank.
+    """Cut each of some steps as `cut_micro_batches` does, into as many parts on every rank.
 
     A rank that is to cut more finely may need still more parts, so ranks ask again until nobody does: in the end every
     sequence would be a part of its own.
+
+    Args:
+        steps: Row numbers of each step's sequences.
+        lengths: Tokens of each sequence of the batch. (B,), int64
+        max_tokens: Most tokens of a micro-batch.
+        is_padded: As in `cut_micro_batches`.
+        largest_counts: Tells of the other ranks; None where each may cut by itself.
+
+    Returns:
+        Row numbers by step and micro-batch, each step's largest one first.
     """
     least = torch.ones(len(steps), dtype=torch.int64)
     while True:
@@ -130,24 +110,6 @@ def cut_alike(
         if largest_counts is None or torch.equal(most := largest_counts(counts), least):
             return plan
         least = most
-
-
-def counted_steps(
-    batch: RolloutBatch, plan: Sequence[list[list[int]]], sum_over_ranks: Callable[[Tensor], Tensor], num_ranks: int
-) -> Iterator[list[RolloutBatch]]:
-    """Yield the micro-batches of each step of a plan, with the step's counts over all ranks, by which losses divide."""
-    of_rank = [batch.count_loss([row for rows in step for row in rows]) for step in plan]
-    counts = sum_over_ranks(torch.tensor(of_rank))
-    for step, (num_tokens, num_sequences) in zip(plan, counts.tolist(), strict=True):
-        yield [
-            replace(
-                batch.select(rows),
-                num_loss_tokens=num_tokens,
-                num_loss_sequences=num_sequences,
-                num_shares=num_ranks,
-            )
-            for rows in step
-        ]
 
 
 def end_step(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -127,10 +127,9 @@ def score(
     reference, scores = networks.reference if scores_reference else None, dict[str, Tensor]()
     if not scores_policy and reference is None:
         return batch
-    rows_of_all, is_padded = [torch.arange(len(batch))], networks.is_padded
-    for rows in cut_alike(rows_of_all, batch.lengths, max_tokens, is_padded=is_padded, largest_counts=largest_counts)[
-        0
-    ]:
+    alike: dict[str, Any] = {"is_padded": networks.is_padded, "largest_counts": largest_counts}
+    (plan,) = cut_alike([torch.arange(len(batch))], batch.lengths, max_tokens, **alike)
+    for rows in plan:
         part, found = move_data_to_device(batch.select(rows), device), dict[str, Tensor | None]()
         with context():
             if scores_policy:
