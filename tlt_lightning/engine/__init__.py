@@ -9,14 +9,3 @@ from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.engine.vllm.engine import EngineParts, VLLMEngine
 from tlt_lightning.engine.vllm.quantization import Quantization
 from tlt_lightning.engine.vllm.speculation import Speculation
-
-__all__ = [
-    "EngineParts",
-    "Quantization",
-    "RayEngine",
-    "RolloutEngine",
-    "RolloutProgress",
-    "Speculation",
-    "TransformersEngine",
-    "VLLMEngine",
-]

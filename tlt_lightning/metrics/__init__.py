@@ -1,3 +1,3 @@
 """Names what a metric is written to."""
 
-from tlt_lightning.metrics.iteration_log import IterationLog as IterationLog
+from tlt_lightning.metrics.iteration_log import IterationLog

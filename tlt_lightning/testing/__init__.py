@@ -14,12 +14,3 @@ from tlt_lightning.testing.objectives import check_objective
 from tlt_lightning.testing.rewards import check_reward
 from tlt_lightning.testing.schedules import check_schedule
 from tlt_lightning.testing.selectors import check_selector
-
-__all__ = [
-    "check_callback",
-    "check_engine",
-    "check_objective",
-    "check_reward",
-    "check_schedule",
-    "check_selector",
-]
