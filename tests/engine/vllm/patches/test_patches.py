@@ -9,6 +9,7 @@ import struct
 import sys
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,7 @@ def test_undoing_puts_back_what_was_replaced(patch: Patch) -> None:
 
 def test_a_repair_that_no_longer_fits_says_so() -> None:
     def reach_into_nothing(replace: Replace) -> None:
-        replace(internals.gone, "gone", None)  # type: ignore[attr-defined]
+        replace(attrgetter("gone")(internals), "there", None)
 
     patch = Patch(why="", versions="", is_needed=lambda: True, apply=reach_into_nothing)
     with pytest.raises(RuntimeError, match=r"'gone'.*supports vLLM >=0\.32\.0"), patch.applied():
