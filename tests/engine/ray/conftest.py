@@ -1,14 +1,17 @@
 """A cluster of this host for each process that runs tests; what is in it ends with them."""
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
-# Before Ray is imported: a crowded machine starts slowly, and none of its memory limits is ours. A node that refuses
+from tlt_lightning.engine.ray import cluster as clusters
+
+# For processes of Ray: a crowded machine starts slowly, and none of its memory limits is ours. A node that refuses
 # connections is given up in a second.
 SETTINGS = {
     "RAY_raylet_start_wait_time_s": "200",
@@ -20,25 +23,14 @@ STORE = 80 * 2**20
 """Bytes of a node's object store."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_signals() -> Iterator[None]:
-    """Keep the process's handler of SIGTERM: each node that a test adds brings one that ends it."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONPATH")}
     os.environ.update(SETTINGS, PYTHONPATH=python_path())
-    import ray
-    from ray.cluster_utils import Cluster
-
-    handler = signal.getsignal(signal.SIGTERM)
-    cluster = Cluster(True, head_node_args={"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False)
-    signal.signal(signal.SIGTERM, handler)  # Ray brings one of its own
+    head = {"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False}
+    with clusters._own_signals():
+        cluster = Cluster(True, head_node_args=head)
+        ray.init(address=cluster.address, log_to_driver=False)
     restore("PYTHONPATH", before["PYTHONPATH"])  # other tests' processes are not Ray's
     yield cluster
     ray.shutdown()

@@ -63,7 +63,8 @@ class Nodes:
 
     def add(self) -> str:
         environment = {"PYTHONPATH": python_path()}
-        node = self.cluster.add_node(num_cpus=3, num_gpus=1, object_store_memory=STORE, env_vars=environment)
+        with clusters._own_signals():
+            node = self.cluster.add_node(num_cpus=3, num_gpus=1, object_store_memory=STORE, env_vars=environment)
         self.by_id[node.node_id] = node
         return node.node_id
 
