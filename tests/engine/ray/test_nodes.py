@@ -145,6 +145,7 @@ def test_a_node_that_dies_is_replaced_where_there_is_room_and_else_ends_the_run(
     nodes: Nodes, engine: RayEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.update_weights(weights(1), 30)
+    assert texts(engine.generate(ASKED, SAMPLING, seed=0)) == in_process(1)  # whose reports name the nodes
     new, asked = nodes.add(), [Request(number, [1], group=number, max_tokens=100) for number in range(9)]
     asked.append(Request(99, [1], group=99, max_tokens=1))
     (lone,) = (node for node, number in Counter(nodes_of(engine)).items() if number == 1)
