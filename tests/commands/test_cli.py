@@ -149,6 +149,16 @@ def test_a_mistake_ends_with_what_is_wrong_and_where_help_is(
     assert max(map(len, lines)) < 400  # no values of all arguments
 
 
+def test_a_checkpoint_with_more_iterations_than_the_run_is_refused_before_anything_is_made(
+    policy_path: str, prompts_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"loops": {"fit_loop": {"epoch_progress": {"current": {"processed": 3}}}}}, path)
+    with pytest.raises(SystemExit):
+        run_cli(["fit", *options(policy_path, prompts_path, tmp_path), f"--ckpt_path={path}"])
+    assert "last.ckpt' holds 3 epochs, more than `trainer.max_epochs`, 1." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "known"),
     [

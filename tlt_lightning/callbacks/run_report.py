@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from typing_extensions import override
@@ -30,7 +29,7 @@ from tlt_lightning.guard.files import part_of, set_aside
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.rollout import Rollout
 from tlt_lightning.seeds import given_seed
-from tlt_lightning.training.resume import begins_run, iterations_in
+from tlt_lightning.training.resume import begins_run, iterations_of
 
 log = logging.getLogger(__name__)
 
@@ -268,12 +267,8 @@ def _checkpoints(trainer: L.Trainer) -> list[str]:
 
 def _held_by(path: str) -> str:
     """Return what a checkpoint holds, in brackets; "" if it cannot be read."""
-    try:
-        count = iterations_in(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-        return f" (after {count} iteration{'s' * (count != 1)})"
-    except Exception as error:  # of a plugin of the user's, in any form
-        log.info("%s tells nobody which iterations it holds: %s", path, error)
-        return ""
+    count = iterations_of(path)
+    return "" if count is None else f" (after {count} iteration{'s' * (count != 1)})"
 
 
 def _again(trainer: L.Trainer, path: str, *, is_over: bool) -> str:

@@ -22,6 +22,7 @@ from typing_extensions import override
 from tlt_lightning.commands.advice import close_options, lost_name
 from tlt_lightning.guard.checkpoint_io import check_readable
 from tlt_lightning.replacing import replace
+from tlt_lightning.training.resume import iterations_of
 
 
 def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -203,13 +204,17 @@ class _CLI(LightningCLI):
     @override
     def _parse_ckpt_path(self) -> None:
         # Lightning loads the whole file here, to take settings from it in place of those given.
-        path = self.config.get(self.config.subcommand, {}).get("ckpt_path") if self.config.get("subcommand") else None
+        command = self.config.get("subcommand")
+        settings = self.config.get(command, {}) if command else {}
+        path, last = settings.get("ckpt_path"), settings.get("trainer.max_epochs") or -1
         if path in (None, "best", "last", "hpc"):
             return
         try:
             check_readable(path)
         except (OSError, ValueError) as error:
             self.parser.error(str(error))
+        if command == "fit" and -1 < last < (held := iterations_of(path) or 0):  # Lightning says so late
+            self.parser.error(f"`ckpt_path` {str(path)!r} holds {held} epochs, more than `trainer.max_epochs`, {last}.")
 
 
 class _DrafterCLI(_CLI):

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import lightning as L
+import torch
 from typing_extensions import override
 
 from tlt_lightning.adapters import LoRA
@@ -44,9 +45,14 @@ def is_within(epochs: Mapping[str, int]) -> bool:
     return epochs["ready"] != epochs["processed"]
 
 
-def iterations_in(checkpoint: Mapping[str, Any]) -> int:
-    """Return the iterations that a checkpoint holds."""
-    return checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+def iterations_of(path: str) -> int | None:
+    """Return the iterations that a checkpoint holds; None if it cannot be read."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    except Exception as error:  # of a plugin of the user's, in any form
+        log.info("%s tells nobody which iterations it holds: %s", path, error)
+        return None
 
 
 def has_begun_update(trainer: L.Trainer) -> bool:
