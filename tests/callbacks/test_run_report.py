@@ -295,9 +295,11 @@ def test_hardware_is_named_where_there_is_no_proc(tmp_path: Path, monkeypatch: p
 def test_a_run_of_the_command_line_goes_on_by_the_command_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["tlt-lightning", "fit", "-c", "my recipe.yaml"])
+    given = ["fit", "--ckpt_path=old.ckpt", "-c", "my recipe.yaml", "--trainer.max_epochs", "9", "--ckpt_path", "x"]
+    monkeypatch.setattr("sys.argv", ["tlt-lightning", *given])
     saves_config = SaveConfigCallback(LightningArgumentParser(), Namespace())
     trainer = L.Trainer(callbacks=[saves_config], logger=False, accelerator="cpu", default_root_dir=tmp_path)
-    command = "python -m tlt_lightning fit -c 'my recipe.yaml' --ckpt_path last.ckpt"
-    assert run_report._again(trainer, "last.ckpt", is_over=False) == command
-    assert run_report._again(trainer, "last.ckpt", is_over=True) == f"{command} --trainer.max_epochs <more>"
+    command, path = "python -m tlt_lightning fit -c 'my recipe.yaml'", "last.ckpt"
+    again = {is_over: run_report._again(trainer, path, is_over=is_over) for is_over in (False, True)}
+    assert again[False] == f"{command} --trainer.max_epochs 9 --ckpt_path {path}"
+    assert again[True] == f"{command} --ckpt_path {path} --trainer.max_epochs <more>"

@@ -5,8 +5,8 @@ import logging
 import os
 import random
 import shlex
-import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -275,7 +275,10 @@ def _again(trainer: L.Trainer, path: str, *, is_over: bool) -> str:
     """Return the command that goes on from a checkpoint: the one that was given, or Python's."""
     callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if any(isinstance(callback, SaveConfigCallback) for callback in callbacks):  # the command line's
-        words = shlex.join(["python", "-m", "tlt_lightning", *sys.argv[1:], "--ckpt_path", path])
+        replaced = ArgumentParser(add_help=False, allow_abbrev=False)
+        for option in ("--ckpt_path", *["--trainer.max_epochs"] * is_over):
+            replaced.add_argument(option)
+        words = shlex.join(["python", "-m", "tlt_lightning", *replaced.parse_known_args()[1], "--ckpt_path", path])
         return words + " --trainer.max_epochs <more>" * is_over
     return f"L.Trainer({'max_epochs=<more>, ' * is_over}...).fit(module, data, ckpt_path={path!r})"
 
