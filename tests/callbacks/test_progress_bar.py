@@ -1,4 +1,5 @@
 import io
+import logging
 import re
 import sys
 import time
@@ -107,6 +108,20 @@ def test_bar_in_a_terminal_shows_the_rollout_and_goes_away(
     assert "running 2, waiting 1, 300 tok/s, longest 128" in screen
     assert "3/6" in screen
     assert "iteration 1/1  reward 0.500" in screen.rsplit("rollout 1/1", 1)[1]
+
+
+def test_rich_bars_stand_below_what_is_logged_and_leave_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, log = Terminal(), logging.getLogger("lightning")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(log, "handlers", [logging.StreamHandler(sys.stderr)])
+    steps = (log.warning("step %d", step) or progress() for step in (1, 2))
+    trainer = make_trainer(tmp_path, [RolloutProgressBar(), RichProgressBar()], enable_progress_bar=True, max_epochs=1)
+    trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts, progress=steps))
+    assert "\x1b[2Kstep 1\n" in terminal.getvalue()  # a line of its own, above bars that are drawn anew
+    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K")  # back over what was drawn last
 
 
 def test_exception_closes_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

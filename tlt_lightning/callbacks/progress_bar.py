@@ -4,6 +4,7 @@ Three displays share one throttle: a tqdm bar, a task inside Lightning's Rich di
 output is not a terminal. All else is printed through `say`, which leaves bars intact.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +35,16 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stdout)
 
 
+class _StandardError:
+    """Is standard error as it is when something is written: Rich draws bars below what goes to its own."""
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr, end="")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 class RolloutProgressBar(RolloutCallback):
     """Shows the rollout while it runs, then a line an iteration and, if asked, completions.
 
@@ -62,6 +73,9 @@ class RolloutProgressBar(RolloutCallback):
         bar = trainer.progress_bar_callback
         if bar is not None and not (sys.stdout.isatty() or hasattr(sys, "ps1")):  # nor a notebook
             bar.disable()  # its last picture would stand below the run's last lines
+        for handler in (*logging.root.handlers, *logging.getLogger("lightning").handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stdout.isatty():
+                handler.setStream(_StandardError())
 
     @override
     def on_rollout_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -69,6 +83,7 @@ class RolloutProgressBar(RolloutCallback):
         if trainer.training and isinstance(bar, RichProgressBar) and bar.progress is not None:
             label = rollout_label(trainer).replace("rollout", "iteration")  # Lightning's counts epochs from 0
             bar.progress.update(bar.train_progress_bar.id, description=label)
+            bar.progress.live.transient = True  # no last picture here either
         self._close()
         self._next_update = 0.0 if trainer.is_global_zero else float("inf")
 

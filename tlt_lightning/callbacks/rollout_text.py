@@ -48,7 +48,8 @@ def rollout_label(trainer: L.Trainer) -> str:
 def progress_text(progress: RolloutProgress) -> str:
     """Describe a running rollout: load, speed, longest response, and the speculation in force."""
     rate = progress.tokens / progress.elapsed if progress.elapsed > 0 else 0.0
-    text = f"running {progress.running}, waiting {progress.waiting}, {rate:,.0f} tok/s, longest {progress.longest:,}"
+    waiting = f", waiting {progress.waiting}" * (progress.waiting > 0)
+    text = f"running {progress.running}{waiting}, {rate:,.0f} tok/s, longest {progress.longest:,}"
     if not progress.strategy.is_off:
         text += f", K {progress.strategy.num_draft_tokens}"
     if not progress.strategy.is_off or progress.acceptance_length > 1:
