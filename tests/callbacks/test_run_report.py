@@ -281,9 +281,13 @@ def test_report_survives_metrics_that_were_never_logged(tmp_path: Path) -> None:
     assert read_summary(tmp_path / "demo")["length_max"] is None
 
 
-def test_a_run_of_one_iteration_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_one_iteration_is_said_so_and_its_checkpoint_as_seen_from_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     fit(tmp_path, max_epochs=1)
-    assert "run finished after 1 iteration\n" in capsys.readouterr().out
+    said = "run finished after 1 iteration\n  checkpoint  checkpoints/epoch=0.ckpt (after 1 iteration)\n"
+    assert said in capsys.readouterr().out
 
 
 def test_hardware_is_named_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

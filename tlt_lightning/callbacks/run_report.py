@@ -262,7 +262,8 @@ def summarize(history: History, accuracy_before: float | None) -> dict[str, Any]
 def _checkpoints(trainer: L.Trainer) -> list[str]:
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     paths = [callback.last_model_path or callback.best_model_path for callback in callbacks]
-    return [path for path in paths if path and Path(path).exists()]
+    here = f"{Path.cwd()}{os.sep}"
+    return [path.removeprefix(here) for path in paths if path and Path(path).exists()]
 
 
 def _held_by(path: str) -> str:
