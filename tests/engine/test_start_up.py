@@ -36,6 +36,8 @@ def test_parts_of_one_name_add_up() -> None:
     for _ in range(2):
         with start_up.part("a"):
             time.sleep(0.05)
+    with start_up.part("that has nothing to do"):
+        pass
     assert start_up.seconds["a"] >= 0.1
     assert str(start_up) == f"a {start_up.seconds['a']:.1f}"
 

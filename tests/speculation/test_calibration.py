@@ -221,7 +221,7 @@ def test_what_was_measured_is_said_in_words() -> None:
     measured = [
         MeasuredStep(size, Strategy(drafts, "sibling"), mean_context=64.0, seconds=size * seconds)
         for size in (4, 1, 16)
-        for drafts, seconds in ((0, 0.05), (3, 0.07))
+        for drafts, seconds in ((0, 0.05), (1, 0.06), (3, 0.07))
     ]
     assert calibration.described(measured) == (
         "An engine step takes: of 1 request 50.0 ms plain, 70.0 ms with 3 drafted (sibling); "

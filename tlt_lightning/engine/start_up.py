@@ -48,4 +48,4 @@ class StartUp:
             )
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds >= 0.05)

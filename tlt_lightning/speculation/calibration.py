@@ -196,9 +196,10 @@ def _measure_batch(
 
 
 def described(measured: Sequence[MeasuredStep]) -> str:
-    """Say how long an engine step takes at the smallest and the largest batch, by strategy."""
+    """Say how long an engine step takes at the smallest and the largest batch, with the longest draft of each kind."""
     cells: dict[int, list[str]] = defaultdict(list)
-    for step in measured:
+    longest = {(step.batch_size, step.strategy.is_off, step.strategy.drafter): step for step in measured}
+    for step in longest.values():
         drafts = f"with {step.strategy.num_draft_tokens} drafted ({step.strategy.drafter})"
         cells[step.batch_size].append(f"{1e3 * step.seconds:.1f} ms {'plain' if step.strategy.is_off else drafts}")
     rows = (f"of {n} request{'s' * (n > 1)} {', '.join(cells[n])}" for n in sorted({min(cells), max(cells)}))
