@@ -1,7 +1,10 @@
 """The vLLM engine between rollouts: what is refused, and what an error leaves behind."""
 
+import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from tlt_lightning.engine import VLLMEngine
 from tlt_lightning.engine.planned_memory import BLOCK, planned_memory
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.policy import PolicyWeights, load_policy
-from tlt_lightning.rollout import Sampling
+from tlt_lightning.rollout import Request, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,29 @@ def test_an_engine_that_failed_to_start_leaves_sleep_mode_to_the_next(
     for _ in range(2):
         with pytest.raises(ValueError, match="Sleep mode is not supported"):
             VLLMEngine(kv_cache_gib=0.0625).setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
+
+
+@pytest.mark.vllm
+def test_vllm_warns_of_nothing_that_new_weights_leave_as_it_is(
+    engine: VLLMEngine, policy_path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("vllm.model_executor")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    with caplog.at_level("WARNING", logger.name):
+        engine.update_weights(PolicyWeights(load_policy(policy_path)), 0)
+    assert caplog.messages == []
+
+
+@pytest.mark.vllm
+def test_vllm_copies_no_parameters_of_requests(
+    engine: VLLMEngine, policy: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    deepcopy = Mock(side_effect=copy.deepcopy)
+    monkeypatch.setattr(copy, "deepcopy", deepcopy)
+    write(engine, [Request(0, [5])], Sampling(max_tokens=2))
+    assert SamplingParams not in [type(call.args[0]) for call in deepcopy.call_args_list]
 
 
 class BrokenWeights(PolicyWeights):
