@@ -4,12 +4,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tlt_lightning.guard.interruption import Interruption
+from tlt_lightning.guard.interruption import NOTE, Interruption
 
 
 @pytest.fixture
@@ -50,9 +51,19 @@ def test_a_process_without_a_stderr_is_interrupted_all_the_same(
     interruption: tuple[Interruption, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taker, told = interruption
-    monkeypatch.setattr(sys, "__stderr__", None)
+    monkeypatch.setattr(sys, "stderr", None)
     taker.listen()
     signal.raise_signal(signal.SIGINT)
     assert told == ["interrupted"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_note_goes_where_bars_put_it_above_themselves(
+    interruption: tuple[Interruption, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: Queue[str] = Queue()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put))  # as Rich replaces it
+    interruption[0].listen()
+    signal.raise_signal(signal.SIGINT)
+    assert said.get(timeout=10) == NOTE

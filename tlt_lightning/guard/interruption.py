@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 from tlt_lightning.ranks.liveness import Liveness
 
-NOTE = "\nEnding at the next engine or optimizer step, to write a checkpoint; Ctrl-C again ends at once.\n"
+NOTE = "\nEnding at the next engine or optimizer step, to write a checkpoint; Ctrl-C again ends at once."
 
 
 class Interruption:
@@ -43,4 +42,5 @@ class Interruption:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._liveness.interrupt()
         self.give_back()
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, NOTE.encode())  # `print` may be under way
+        # In a thread, as `print` may be under way in this one; to what puts it above a bar that is being drawn.
+        threading.Thread(target=print, args=(NOTE,), kwargs={"file": sys.stderr}, daemon=True).start()
