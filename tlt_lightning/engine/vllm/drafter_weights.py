@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.kv_catch_up import is_block_head
-from tlt_lightning.engine.vllm.policy_weights import faults_of, quiet_loading
+from tlt_lightning.engine.vllm.policy_weights import faults_of
 from tlt_lightning.host_copy import HostCopy
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.speculation.head_files import canonical_name
@@ -129,7 +129,7 @@ def _load(engine: LLMEngine, drafter: nn.Module, tensors: Mapping[str, Tensor]) 
     from vllm.model_executor.model_loader import reload
 
     config = internals.reach(internals.live_worker(engine), "vllm_config")
-    with quiet_loading(), set_current_vllm_config(config):
+    with set_current_vllm_config(config):
         if is_block_head(drafter):  # on a GPU, where weights lie as they were saved
             tokens = getattr(drafter, "draft_id_to_target_id", None)
             with fused_in_place(drafter.model):

@@ -22,7 +22,7 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 from tlt_lightning.engine.vllm.patches import asleep_free, flash_splits, patched
-from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, quiet_loading, reload_policy
+from tlt_lightning.engine.vllm.policy_weights import checked_weights, forget_reloads, reload_policy, silence_loaders
 from tlt_lightning.engine.vllm.quantization import Quantization
 from tlt_lightning.engine.vllm.request_writer import RequestWriter, sampling_params
 from tlt_lightning.engine.vllm.runner import EngineParts, SpeculativeRunner
@@ -141,6 +141,7 @@ class VLLMEngine(RolloutEngine):
         if (world_size := count_ranks()) % self.num_ranks:  # vLLM would wait for the others
             raise ValueError(f"`tensor_parallel` {self.num_ranks} must divide the ranks of the run, {world_size}.")
         internals.set_environment()
+        silence_loaders()
         check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
         self._tokenizer = load_tokenizer(policy)
@@ -164,7 +165,7 @@ class VLLMEngine(RolloutEngine):
                 undone_by_close.callback(asleep_free.release_sleep_mode)
             undone_by_close.enter_context(patched(without=(flash_splits.PATCH,) if needs_splits else ()))
             installed = nullcontext() if graphs is None else graphs.installed()
-            with EngineRandom(seed).in_force(), quiet_loading(), installed:
+            with EngineRandom(seed).in_force(), installed:
                 args = self._engine_args(policy, max_model_len, seed)
                 keeps_group = not self._owns_process_group
                 self._engine = internals.start(args, undone_by_close, keep_process_group=keeps_group)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,31 +40,22 @@ def reload_policy(engine: LLMEngine, named_tensors: NamedTensors) -> None:
         engine: Live.
         named_tensors: All weights.
     """
-    with quiet_loading():
-        try:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
-        except BaseException:
-            _abandon_reload(engine)
-            raise
+    try:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+    except BaseException:
+        _abandon_reload(engine)
+        raise
     if not internals.is_cpu_build():
         torch.cuda.synchronize()  # the time is the update's, not the rollout's
 
 
-@contextmanager
-def quiet_loading() -> Iterator[None]:
+def silence_loaders() -> None:
     """Silence vLLM's loaders on types of tensors, tied heads and caches that stay as they are.
 
     Names and shapes show what is missing or unknown before anything is loaded.
     """
-    loaders = ("model_loader.reload.layerwise", "models.utils")
-    noisy = [logging.getLogger(f"vllm.model_executor.{name}") for name in loaders]
-    for logger in noisy:
-        logger.addFilter(_is_error)  # another level would clear what all loggers have cached
-    try:
-        yield
-    finally:
-        for logger in noisy:
-            logger.removeFilter(_is_error)
+    for loader in ("model_loader.reload.layerwise", "models.utils"):
+        logging.getLogger(f"vllm.model_executor.{loader}").addFilter(_is_error)  # a second time adds nothing
 
 
 def _is_error(record: logging.LogRecord) -> bool:
