@@ -27,8 +27,6 @@ from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.rollout import Rollout
 
-LINE_SECONDS = 10.0
-
 
 def say(text: str) -> None:
     """Print `text` to standard output without breaking a bar that is being drawn there."""
@@ -40,9 +38,6 @@ class _StandardError:
 
     def write(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr, end="")
-
-    def flush(self) -> None:
-        sys.stderr.flush()
 
 
 class RolloutProgressBar(RolloutCallback):
@@ -183,13 +178,13 @@ class _RichTask:
 class _Lines:
     """Writes lines for logs: none for a short rollout, one now and then for a long one."""
 
-    seconds = LINE_SECONDS
+    seconds = 10.0
 
     def __init__(self, label: str) -> None:
         self._label = label
 
     def update(self, progress: RolloutProgress) -> None:
-        if progress.elapsed >= LINE_SECONDS:
+        if progress.elapsed >= self.seconds:
             say(f"{self._label}: {progress.finished}/{progress.total} finished, {progress_text(progress)}")
 
     def close(self) -> None:
