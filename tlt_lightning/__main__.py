@@ -13,13 +13,21 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import tlt_lightning
 
 HELP = Path(__file__).with_name("commands").joinpath("help.txt").read_text()
 
-COMMANDS = ("fit", "validate", "predict", "drafter", "export", "recipes", "init")
+COMMANDS = {
+    **dict.fromkeys(("fit", "validate", "predict"), ("cli", "run_cli")),
+    "drafter": ("cli", "run_drafter_cli"),
+    "export": ("export", "run_export"),
+    "recipes": ("starter", "run_recipes"),
+    "init": ("starter", "run_init"),
+}
+"""What runs each: a module of `commands/`, and its function."""
 MEANT = {"train": "fit", "test": "validate", "evaluate": "validate", "generate": "predict"}
 """Commands of other programs, and ours that do the same."""
 
@@ -43,7 +51,8 @@ def main() -> None:
         logging.getLogger(importing).setLevel(logging.ERROR)
     for speaking in ("lightning", "huggingface_hub"):  # by handlers of their own
         logging.getLogger(speaking).propagate = False
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(is_no_tip)
+    # Lightning recommends what to buy or install.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda each: "💡 Tip:" not in str(each.msg))
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         _run(sys.argv[1:])
@@ -66,34 +75,16 @@ def _run(arguments: list[str]) -> None:
             print(HELP, end="")
         case ["--version"]:
             print(f"tlt-lightning {tlt_lightning.__version__}")
-        case ["export", *arguments]:
-            with uncollected():
-                from tlt_lightning.commands.export import run_export
-
-            run_export(arguments)
         case [command, *_] if command not in COMMANDS and not command.startswith("-"):
             near = difflib.get_close_matches(command, [*COMMANDS, *MEANT], n=1)
             hint = "".join(f" Did you mean `{MEANT.get(name, name)}`?" for name in near)
             print(f"error: There is no command `{command}`.{hint}\n\n{HELP}", end="", file=sys.stderr)
             sys.exit(2)
-        case ["recipes", *arguments]:
-            from tlt_lightning.commands.starter import run_recipes
-
-            run_recipes(arguments)
-        case ["init", *arguments]:
-            from tlt_lightning.commands.starter import run_init
-
-            run_init(arguments)
-        case ["drafter", *arguments]:
+        case [command, *rest]:
+            module, function = COMMANDS.get(command, COMMANDS["fit"])
             with uncollected():
-                from tlt_lightning.commands.cli import run_drafter_cli
-
-            run_drafter_cli(arguments)
-        case _:
-            with uncollected():
-                from tlt_lightning.commands.cli import run_cli
-
-            run_cli()
+                run = getattr(import_module(f"tlt_lightning.commands.{module}"), function)
+            run(arguments if function == "run_cli" else rest)
 
 
 @contextmanager
@@ -106,11 +97,6 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         atexit.register(gc.unfreeze)  # else extensions say what they take for leaks
         gc.enable()
-
-
-def is_no_tip(record: logging.LogRecord) -> bool:
-    """Return False for what Lightning's log recommends to buy or install."""
-    return not record.getMessage().startswith("💡 Tip:")
 
 
 def sentence_of(error: Exception) -> str | None:

@@ -25,10 +25,10 @@ from tlt_lightning.replacing import replace
 from tlt_lightning.training.resume import iterations_of
 
 
-def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
+def run_cli(args: list[str], *, run: bool = True) -> LightningCLI:
     """Parse `args` and return the CLI with its trainer, module and data module.
 
-    `args` are the process's by default. With `run` they begin with a subcommand of the Trainer, which is executed.
+    With `run` they begin with a subcommand of the Trainer, which is executed.
     """
     # Short class names in YAML (`class_path: GRPO`) resolve for imported subclasses.
     import tlt_lightning.engine
@@ -39,27 +39,26 @@ def run_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
     from tlt_lightning.data.supervised import SupervisedDataModule  # noqa: F401 - named by recipes
     from tlt_lightning.module import RLModule
 
-    return _run("python -m tlt_lightning", RLModule, RolloutDataModule, args, run, _CLI)
+    return _run("python -m tlt_lightning", RLModule, RolloutDataModule, [*args], run, _CLI)
 
 
-def run_drafter_cli(args: list[str] | None = None, *, run: bool = True) -> LightningCLI:
+def run_drafter_cli(args: list[str], *, run: bool = True) -> LightningCLI:
     """Parse `args`, which follow `drafter`, for DrafterModule and DrafterDataModule."""
     from tlt_lightning.drafter.data import DrafterDataModule
     from tlt_lightning.drafter.module import DrafterModule
 
-    return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, args, run, _DrafterCLI)
+    return _run("python -m tlt_lightning drafter", DrafterModule, DrafterDataModule, [*args], run, _DrafterCLI)
 
 
 def _run(
     prog: str,
     module: type[L.LightningModule],
     data: type[L.LightningDataModule],
-    args: list[str] | None,
+    words: list[str],
     run: bool,
     cli: type[_CLI],
 ) -> LightningCLI:
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter")  # they are the command line's
-    words = [*(sys.argv[1:] if args is None else args)]
     module, data = named_class(words, "--model", module), named_class(words, "--data", data)
     is_named = any("class_path" in settings for settings in _settings_of(words, "data"))  # by a recipe
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
