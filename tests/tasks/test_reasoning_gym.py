@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 from jsonargparse import ArgumentParser
 
@@ -41,11 +44,27 @@ def test_the_verifier_scores_the_whole_response_or_its_last_answer_block() -> No
     assert 0 < scores[3] < 0.5  # the library's part for an answer among other words
 
 
-@pytest.mark.parametrize(
-    "answer", ["9**9**9", "<answer>9 ** (9 ** 9)</answer>", "((9**9)**9)**9", "2**99999999", "99999!"]
-)
-def test_a_huge_number_does_not_stop_the_run(answer: str) -> None:
-    assert verify("", answer, ReasoningGym("countdown", size=1)[0]) == 0.0
+@pytest.mark.parametrize("answer", ["9**9**9", "<answer>9 ** (9 ** 9)</answer>", "9**9*9**9**9"])
+def test_a_huge_number_does_not_stop_the_run(answer: str, monkeypatch) -> None:
+    monkeypatch.setattr("tlt_lightning.rewards.children.TIME_LIMIT", 0.5)
+    with pytest.raises(TimeoutError):
+        verify("", answer, ReasoningGym("countdown", size=1)[0])
+
+
+def test_an_answer_that_is_run_reaches_neither_this_process_nor_the_next_answer(tmp_path: Path) -> None:
+    row = ReasoningGym("countdown", size=1)[0]
+    for attack in (f"open('{tmp_path}/here', 'w')", "__import__('builtins').__dict__.update(sorted=bool)"):
+        assert verify("", attack, row) < 0.1
+    assert verify("", str(row["metadata"]["target"]), row) < 0.1
+    assert verify("", row["answer"], row) == 1.0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pool_begins_to_load_the_verifiers_before_the_first_response(monkeypatch) -> None:
+    loads: list[int] = []
+    monkeypatch.setattr(verify, "load", lambda: loads.append(1))
+    RewardPool([RewardTerm(function=verify)]).close()
+    assert loads == [1]
 
 
 def test_powers_of_an_answer_are_no_huge_number() -> None:

@@ -6,20 +6,15 @@ it computes, which would stop the rollout past any time limit of a thread; and a
 
 from __future__ import annotations
 
-import json
 import re
-import signal
-import subprocess
-import sys
-from collections import deque
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tlt_lightning.rewards.answers import expected_answer, final_part, last_boxed
+from tlt_lightning.rewards.children import Children
 
-TIME_LIMIT = 5.0
-"""Seconds for one comparison."""
+CHILDREN = Children(Path(__file__).with_name("_math_answer.py"))
 
 TAIL = 2000
 """Characters at the end of a response in which an answer that is not marked is looked for."""
@@ -46,12 +41,12 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     text = response if block is None else block
     answer = last_boxed(text) or after_hashes(text) or block
     if answer is None:
-        return float(verify(gold, response[-TAIL:]))
+        return float(CHILDREN.ask(gold, response[-TAIL:]))
     numbers = plain_number(gold), plain_number(answer)
     if None not in numbers:
         return float(numbers[0] == numbers[1])
     is_sentence = answer == block  # perhaps, with the answer somewhere in it
-    return float(verify(gold, rf"\boxed{{{answer}}}") or (is_sentence and verify(gold, answer[-TAIL:])))
+    return float(CHILDREN.ask(gold, rf"\boxed{{{answer}}}") or (is_sentence and CHILDREN.ask(gold, answer[-TAIL:])))
 
 
 def after_hashes(text: str) -> str | None:
@@ -67,49 +62,3 @@ def plain_number(text: str) -> Fraction | None:
     """Return the value of a plain decimal number, dollar sign and thousands separators allowed."""
     digits = re.fullmatch(r"(?:\\?\$)?([+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?)\.?", text.strip())
     return Fraction(digits.group(1).replace(",", "")) if digits else None
-
-
-class Verifier:
-    """Compares expressions in a child process that kills itself when one takes too long."""
-
-    def __init__(self) -> None:
-        # -P: the script's own folder holds a math.py and must not come first on the child's path.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("_math_worker.py"))]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
-        )
-
-    def equal(self, gold: str, text: str) -> bool:
-        """Return True if the answer that math-verify finds in `text` equals `gold`; on errors the child is gone."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps([gold, text, TIME_LIMIT]) + "\n")
-            reply = self.process.stdout.readline()
-        except BrokenPipeError:
-            reply = ""
-        if not reply:
-            self.process.communicate()
-            if self.process.returncode == -signal.SIGALRM:
-                raise TimeoutError(f"math-verify took more than {TIME_LIMIT} s to compare with {gold!r}.")
-            raise RuntimeError(f"The math-verify process ended with code {self.process.returncode}.")
-        equal, error = json.loads(reply)
-        if error:
-            self.process.communicate()
-            raise RuntimeError(f"math-verify failed: {error}")
-        return equal
-
-
-IDLE: deque[Verifier] = deque()
-"""Children with nothing to do; they end when this process does, because their standard input closes."""
-
-
-def verify(gold: str, text: str) -> bool:
-    """Return True if the answer in `text` equals `gold`, by an idle or new child; thread-safe."""
-    try:
-        verifier = IDLE.pop()
-    except IndexError:
-        verifier = Verifier()
-    equal = verifier.equal(gold, text)
-    IDLE.append(verifier)
-    return equal

@@ -1,27 +1,19 @@
 """Take prompts from `reasoning-gym`, and score their answers by its verifiers (arXiv 2505.24760)."""
 
-import re
 from collections import UserList
-from collections.abc import Callable
-from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 from tlt_lightning.arguments import Count, CountOrZero, checked
 from tlt_lightning.data.rows import Row, RowSource
 from tlt_lightning.rewards.answers import final_part
+from tlt_lightning.rewards.children import Children
 
 MAX_DRAWS = 20
 """Entries drawn for each row that is wanted, before the task is taken to have no more questions."""
 
-RUN_AS_PYTHON = (
-    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
-    *("simple_integration", "spiral_matrix", "string_insertion"),
-)
-"""Tasks whose verifiers run the answer as Python in this process."""
-
-HUGE = re.compile(r"\*\*[\s(]*\d+[\s)]*\*\*|\*\*[\s(]*\d{4}|\d{4}\s*!")
-"""A power of a power, or one of thousands: it would hold the interpreter's lock past any time limit."""
+CHILDREN = Children(Path(__file__).with_name("_verifier.py"))
 
 
 class ReasoningGym(UserList[Row], RowSource):
@@ -68,8 +60,10 @@ class ReasoningGym(UserList[Row], RowSource):
 def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
     """Score a response by the verifier of the row's task; most give 1 for a right answer, a part for others.
 
-    Verifiers of the tasks in `RUN_AS_PYTHON` run the answer as Python, here: train policies you do not trust on these
-    in a container. There an answer such as `9**9**9`, which would stop the run, gets 0.
+    Some verifiers run the answer as Python, so all run in child processes, with limits on time and memory. What the
+    answer runs can neither write files nor start programs nor use the network, unless it gets around the audit events
+    of the interpreter, and no other answer sees what it changed. It can read your files and forge its own score: train
+    policies you do not trust in a container. A pool starts the children when it is made.
 
     Args:
         prompt: Not read; the row says what the question is.
@@ -78,20 +72,18 @@ def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
 
     Raises:
         ValueError: The row is of no task.
+        TimeoutError: The verifier takes too long.
+        RuntimeError: The verifier fails.
     """
     metadata = row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError(f"`verify` needs rows of `tlt_lightning.tasks.ReasoningGym`, got the columns {sorted(row)}.")
-    block, task = final_part(response), metadata["source_dataset"]
+    block = final_part(response)
     answer = response.strip() if block is None else block
-    if task in RUN_AS_PYTHON and HUGE.search(answer):
-        return 0.0
-    return _verifier(task)(answer, {**row, "question": row["prompt"]})  # the question in the library's words
+    return CHILDREN.ask(metadata["source_dataset"], answer, {**row, "question": row["prompt"]})  # the library's words
 
 
-@cache
-def _verifier(task: str) -> Callable[[str, Row], float]:
-    return _library().get_score_answer_fn(task)
+verify.load = CHILDREN.load  # type: ignore[attr-defined]
 
 
 def _library() -> Any:
