@@ -28,7 +28,8 @@ from typing import Any
 from benchmarks.common.arguments import ASSETS, ROOT, parser_of
 from benchmarks.common.results import about, heading, save, table
 from benchmarks.end_to_end.learning import picture, read_run
-from tlt_lightning.rewards.countdown import ANSWER, countdown
+from tlt_lightning.rewards.answers import ANSWER
+from tlt_lightning.rewards.countdown import countdown
 from tlt_lightning.tasks import ReasoningGym
 
 ARMS = ("GRPO", "SFT, then GRPO")

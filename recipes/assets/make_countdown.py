@@ -28,7 +28,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from tlt_lightning.rewards.countdown import ANSWER, countdown
+from tlt_lightning.rewards.answers import ANSWER
+from tlt_lightning.rewards.countdown import countdown
 
 MAX_NUMBER = 12  # largest given number
 MAX_VALUE = 99  # largest partial result; each of 0..99 is one token

@@ -74,6 +74,7 @@ def test_a_response_that_repeats_an_open_box_is_read_once() -> None:
         ("The answer is (2).", "2"),
         (r"\boxed{B}", "2"),
         ("<think>Perhaps the answer is A.</think> <answer>C</answer>", "C"),
+        ("<think>Perhaps the answer is A.</think> C", "C"),
         ("I choose 3", 3),
     ],
 )

@@ -55,6 +55,7 @@ def test_only_the_text_after_the_last_marker_counts() -> None:
     assert countdown("", f"3 * 7 = 99 no <answer> {wrong} <answer> {right}", ROW) == 1.0
     assert countdown("", f"<answer> {right} <answer> {wrong}", ROW) == 0.0
     assert countdown("", right, ROW) == 0.0
+    assert countdown("", f"<think> <answer> {right} </answer> </think> {right}", ROW) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,29 @@ from tlt_lightning.rewards import math as math_reward
         (r"<think>6*7</think> <answer>\boxed{42}</answer>", "42", 1.0),
         ("<answer>41</answer> No: <answer>42</answer> it is, not 43.", "42", 1.0),
         ("<think>I hope so</think> <answer>42", "42", 1.0),
+        ("<answer>41</answer> No: <answer>42", "42", 1.0),
         ("#### 1. Multiply\n6*7\n#### 42", "42", 1.0),
         ("#### 42\nI hope that 7 helps.", "42", 1.0),
         ("####\n42", "42", 1.0),
+        ("<think>42</think> <answer></answer>", "42", 0.0),
+        ("", "7", 0.0),
+        ("#### 18 dollars", "18", 1.0),
+        ("#### 18 eggs.", "She has 18\n#### 18", 1.0),
+        ("#### **18**", "18", 1.0),
+        ("#### €18", "18", 1.0),
+        ("#### -$18", "-18", 1.0),
+        (r"\boxed{18 dollars per day}", "18", 1.0),
+        (r"\boxed{\text{1,000 dollars}}", "1000", 1.0),
+        (r"\boxed{£18}", "18", 1.0),
+        (r"\boxed{18€}", "18", 1.0),
+        (r"\boxed{18°}", "18", 1.0),
+        ("<answer>18 dollars</answer>", "18", 1.0),
+        (r"\boxed{18}", "18 dollars", 1.0),
+        (r"\boxed{17 dollars}", "18", 0.0),
+        ("\\boxed{\u221218}", "-18", 1.0),
+        ("\\boxed{\u221218}", "18", 0.0),
+        (r"<think>\boxed{41}, no.</think> So \boxed{42}", "42", 1.0),
+        (r"<think><answer>41</answer>, no.</think> #### 42", "42", 1.0),
     ],
 )
 def test_plain_numbers_need_no_child(response: str, answer: object, score: float, monkeypatch) -> None:
@@ -53,8 +73,6 @@ def test_plain_numbers_need_no_child(response: str, answer: object, score: float
         ("<think>7</think> <answer>The answer is 42.</answer>", "42", 1.0),
         (r"<think>7</think> <answer>\frac{1}{2}</answer>", "0.5", 1.0),
         ("<think>7</think> <answer>(x+1)^2</answer>", "x^2+2x+1", 1.0),
-        ("<think>42</think> <answer></answer>", "42", 0.0),
-        ("", "7", 0.0),
         (r"\boxed{\frac{1}{", "7", 0.0),
         ("The answer is 42. Taking 2 gives 40", "42", 1.0),
         ("It is 42. Taking 2 gives 40", "42", 0.0),
@@ -92,10 +110,62 @@ def test_plain_numbers_need_no_child(response: str, answer: object, score: float
         (r"\boxed{\mathbf{18}}", "18", 1.0),
         (r"\boxed{{18}}", "18", 1.0),
         ("The answer is 1/2.", r"\frac{1}{2}", 1.0),
+        (r"\boxed{x + 1 = 3}", "x = 2", 0.0),
+        (r"\boxed{x = 2}", "x = 2", 1.0),
+        (r"\boxed{e^{\ln 3}}", "3", 0.0),
+        (r"\boxed{\frac{d}{dx} x^2}", "2x", 0.0),
+        (r"\boxed{\int_0^1 \frac{4}{1+x^2} dx}", r"\pi", 0.0),
+        (r"\boxed{\int f(x) dx}", r"\int f(x) dx", 1.0),
+        (r"The answer is \$18.", "18", 1.0),
+        (r"It is $\$18$", "18", 1.0),
+        ("The answer is \u221218", "-18", 1.0),
+        ("The answer is \u221218", "18", 0.0),
+        (r"\boxed{2 dozen}", "2", 0.0),
+        (r"\boxed{2}", "2 sin x", 0.0),
+        (r"\boxed{8 or 9}", "8", 0.0),
+        (r"<think>\boxed{42}</think>", "42", 0.0),
+        ("<think>It is 41.</think> It is 42.", "42", 1.0),
+        ("The answer is 42.</think>", "42", 0.0),
     ],
 )
 def test_expressions_are_compared(response: str, answer: str, score: float) -> None:
     assert math_equivalence("", response, {"answer": answer}) == score
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        (r"\sqrt{8}", r"2\sqrt{2}"),
+        (r"3\pi + 4\pi", r"7\pi"),
+        (r"\dfrac{x^2-1}{x-1}", "x+1"),
+        ("x^2 - 1", "(x-1)(x+1)"),
+        ("y - 2x = 1", "y = 2x + 1"),
+        (r"\left(1+3, 2+4\right)", "(4, 6)"),
+    ],
+)
+def test_the_question_is_no_answer(question: str, answer: str) -> None:
+    prompt, row = f"Simplify ${question}$.", {"answer": answer}
+    assert math_equivalence(prompt, prompt, row) == 0.0
+    assert math_equivalence(prompt, rf"\boxed{{{question}}}", row) == 0.0
+    assert math_equivalence(prompt, rf"\boxed{{{answer}}}", row) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "answer"),
+    [
+        (
+            r"Is $\frac{\sqrt{3}}{2}$ or $1/2$ the sine of 60 degrees?",
+            r"\boxed{\dfrac{\sqrt3}{2}}",
+            r"\frac{\sqrt{3}}{2}",
+        ),
+        ("Which is even, $f(x)=x^2+1$ or $g(x)=x+1$?", r"\boxed{f(x) = x^2 + 1}", "x^2+1"),
+        ("The chance of rain is 1/2. Of no rain?", r"\boxed{1/2}", "0.5"),
+        ("Which side is longer, $x$ or $y$?", r"\boxed{x}", "x"),
+        ("Monday or Tuesday?", r"\boxed{Tuesday}", r"\text{Tuesday}"),
+    ],
+)
+def test_a_right_answer_may_stand_in_the_question(prompt: str, response: str, answer: str) -> None:
+    assert math_equivalence(prompt, response, {"answer": answer}) == 1.0
 
 
 def test_huge_arithmetic_times_out_without_stopping_this_process(monkeypatch) -> None:

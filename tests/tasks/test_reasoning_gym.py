@@ -34,14 +34,17 @@ def test_train_and_held_out_questions_of_one_source_are_disjoint(policy_path: st
 def test_the_verifier_scores_the_whole_response_or_its_last_answer_block() -> None:
     row = ReasoningGym("chain_sum", size=1, config=EASY)[0]
     right, wrong = row["answer"], str(int(row["answer"]) + 1)
-    responses = [f" {right}\n", f"<answer>{wrong}</answer> no, <answer>{right}</answer>", wrong, f"It is {right}."]
+    responses = [
+        *(f" {right}\n", f"<answer>{wrong}</answer> no, <answer>{right}</answer>", f"<think>{wrong}</think>\n{right}"),
+        *(wrong, f"It is {right}."),
+    ]
     pool = RewardPool([RewardTerm(function=verify)])
     for number, response in enumerate(responses):
         pool.submit(number, row["prompt"], response, row)
     scores = [score["verify"] for score in pool.collect().values()]
     pool.close()
-    assert scores[:3] == [1.0, 1.0, 0.0]
-    assert 0 < scores[3] < 0.5  # the library's part for an answer among other words
+    assert scores[:4] == [1.0, 1.0, 1.0, 0.0]
+    assert 0 < scores[4] < 0.5  # the library's part for an answer among other words
 
 
 @pytest.mark.parametrize("answer", ["9**9**9", "<answer>9 ** (9 ** 9)</answer>", "9**9*9**9**9"])

@@ -292,6 +292,14 @@ def test_a_reward(reward: Any, message: str) -> None:
         check_reward(reward, {"prompt": "6 * 7 =", "answer": "42"}, right="42", wrong="41")
 
 
+def test_a_reward_that_pays_for_the_prompt(recwarn) -> None:
+    row = {"prompt": "What is 6 * 7? Is it 42?", "answer": "42"}
+    check_reward(lambda prompt, response, row: float(row["answer"] in response), row, right="42", wrong="41")
+    check_reward(exact_match, row, right="42", wrong="41")
+    (warning,) = recwarn
+    assert str(warning.message) == "Reward `<lambda>` scores the prompt itself 1.0: a policy learns to repeat it."
+
+
 # Engines
 
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from math_verify import parse, verify
 from math_verify.grader import take_last_relation
 from sympy import And, Eq, Expr, Float, Integer, Mul, Pow, Rational, Set, UnevaluatedExpr
 
+UNDONE = (r"\int", r"\sum", r"\prod", r"\lim", r"\fracd")
+"""Beginnings of LaTeX that is no answer, except where it is expected."""
 
-def answer(gold: str, text: str) -> bool:
-    """Return True if the answer in `text` equals `gold`."""
+
+def answer(gold: str, text: str, prompt: str) -> bool:
+    """Return True if the answer in `text` equals `gold`, and does not repeat an expression of the prompt."""
     expected = parse(rf"\boxed{{{gold}}}", parsing_timeout=None)
     if not expected:
         raise ValueError(f"no expression in the expected answer {gold!r}")
     found = parse(text, parsing_timeout=None)
-    return is_computed(expected, found) and verify(expected, found, timeout_seconds=None)
+    return is_computed(expected, found, prompt) and verify(expected, found, timeout_seconds=None)
 
 
-def is_computed(expected: list[Any], found: list[Any]) -> bool:
-    r"""Return False if a number is expected, and what was found still has to be computed.
+def is_computed(expected: list[Any], found: list[Any], prompt: str) -> bool:
+    r"""Return False if what was found still has to be computed.
 
-    To math-verify `3 + 4 + 2` equals 9, so a policy would learn to write the question as its answer. A fraction is a
-    number where no integer is expected, `50\%` and `4 \times 10^2` always.
+    To math-verify `3 + 4 + 2` equals 9, so a policy would learn to write the question as its answer. Where a number is
+    expected, only a number is computed: a fraction if that is no integer, `50\%` and `4 \times 10^2` always. Else an
+    integral is not, nor is an expression that stands in the prompt and is not written as expected.
     """
 
     def last(value: Any) -> Any:  # the right side of an equation or of a chain of them, what a set holds
@@ -43,15 +48,26 @@ def is_computed(expected: list[Any], found: list[Any]) -> bool:
         others = [each for each in parts if not is_scale(each)]
         return len(others) <= 1 and all(each.is_Number for each in others) and sum(each.is_Pow for each in parts) <= 1
 
-    wanted = last(expected[0])
-    if not found or not isinstance(wanted, Expr) or not is_number(wanted):
+    if not found:
         return True
-    answer, text = last(found[0]), str(found[-1]).rpartition("=")[2]
+    wanted, answer, gold, text = last(expected[0]), last(found[0]), squeezed(expected[-1]), squeezed(found[-1])
+    if not isinstance(wanted, Expr) or not is_number(wanted):
+        is_done = not any(sign in text and sign not in gold for sign in UNDONE)
+        is_new = text not in squeezed(prompt) or not re.search(r"[-+*/^\\]", text)
+        return is_done and (is_new or text.rpartition("=")[2] == gold.rpartition("=")[2])
+    if isinstance(expected[0], Eq) and isinstance(found[0], Eq) and not found[0].lhs.is_Symbol:
+        return False
+    text = text.rpartition("=")[2]
     if not isinstance(answer, Expr) or answer.is_Symbol:  # the latter of `\text{9}`
         return isinstance(answer, Expr)
-    operators = ("div", "÷", "binom", "choose", "matrix")  # what math-verify computes while it parses
+    operators = (r"\ln", "div", "÷", "binom", "choose", "matrix")  # what math-verify computes while it parses
     fractions = ("frac", "/", ":") if wanted.is_Integer else ()
     return is_number(answer) and not any(sign in text for sign in operators + fractions)
 
 
-answer("0.5", r"\boxed{\frac{1}{2}}")  # fills the caches of the parser
+def squeezed(text: Any) -> str:
+    """Return LaTeX without what does not change its meaning."""
+    return re.sub(r"\\(?:left|right|text|[,;! ])|(?<=\\)[dt](?=frac)|[\s${}]", "", str(text))
+
+
+answer("0.5", r"\boxed{\frac{1}{2}}", "")  # fills the caches of the parser

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+ANSWER = "<answer>"
+"""Begins what counts of a response; `</answer>` may end it."""
+
 
 def expected_answer(row: dict[str, Any]) -> str:
     """Return the answer of a row as stripped text; raise ValueError if the row has none."""
@@ -29,11 +32,10 @@ def exact_match(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(response.strip() == expected_answer(row))
 
 
-def final_part(response: str) -> str | None:
-    """Return the inside of the last `<answer>` block, be it closed or not, or None without one."""
-    before, closed, _ = response.rpartition("</answer>")
-    _, opened, inside = (before if closed else response).rpartition("<answer>")
-    return inside.strip() if opened else None
+def final_part(response: str) -> tuple[str, bool]:
+    """Return what follows `</think>`, thereof the last `<answer>` block, closed or not, and True if there is one."""
+    said = response.rpartition("</think>")[2]
+    return said.rpartition(ANSWER)[2].partition("</answer>")[0].strip(), ANSWER in said
 
 
 def last_boxed(text: str) -> str | None:

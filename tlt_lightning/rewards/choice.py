@@ -32,8 +32,7 @@ def multiple_choice(prompt: str, response: str, row: dict[str, Any]) -> float:
             f"`multiple_choice` needs an answer from A to E or from 1 to 5, got {row['answer']!r}; check the answer "
             "column."
         )
-    block = final_part(response)
-    choice = chosen_option(response if block is None else block, numbered=answer.isdigit())
+    choice = chosen_option(final_part(response)[0], numbered=answer.isdigit())
     return float(choice is not None and letter(choice) == letter(answer))
 
 

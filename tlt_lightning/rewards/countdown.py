@@ -12,8 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-ANSWER = "<answer>"
-"""Marker before the final expression; the last one counts, and `</answer>` may close it."""
+from tlt_lightning.rewards.answers import final_part
 
 _MAX_CHARS = 512  # far above any honest answer, far below what slows the parser down
 _EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
@@ -30,7 +29,8 @@ def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
 
     Args:
         prompt: Not read; the row says what the question is.
-        response: The search, which is ignored, then `<answer>` and an expression such as `( 3 + 7 ) * 5 - 4`.
+        response: The search, which is ignored, then `<answer>` and an expression such as `( 3 + 7 ) * 5 - 4`;
+            `</answer>` may close it, and the last one counts.
         row: The row of the data file, with `numbers` (each must be used exactly once) and `answer` (the target).
 
     Raises:
@@ -47,9 +47,8 @@ def countdown(prompt: str, response: str, row: dict[str, Any]) -> float:
             "`countdown` needs a column `numbers` with a list and the target in the answer column, got "
             f"{row.get('numbers')!r:.200} and {row.get('answer')!r:.200}; the columns are {sorted(row)}."
         ) from error
-    _, marker, answer = response.rpartition(ANSWER)
-    answer = answer.partition("</answer>")[0].strip()
-    if not marker or len(answer) > _MAX_CHARS or not _EXPRESSION.fullmatch(answer):
+    answer, is_marked = final_part(response)
+    if not is_marked or len(answer) > _MAX_CHARS or not _EXPRESSION.fullmatch(answer):
         return 0.0
     used: list[int] = []
     try:

@@ -16,6 +16,13 @@ from tlt_lightning.rewards.children import Children
 
 CHILDREN = Children(Path(__file__).with_name("_math_answer.py"))
 
+CURRENCY = r"(?:\\?[$€£¥])?"
+
+FACTORS = r"\b(?:hundred|thousand|[mb]illion|dozen|half|percent|sqrt|sin|cos|tan|log)\b"
+
+UNIT = rf"(?i:\s*[€£¥°]|(?!.*{FACTORS})\s+[a-z]{{3,}}(?:\s+[a-z]+)*)?"
+"""What may follow a number: words, of which none is a factor."""
+
 TAIL = 2000
 """Characters at the end of a response in which an answer that is not marked is looked for."""
 
@@ -26,8 +33,9 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     Within the last `<answer>` block, or everywhere without one, the final answer is the last `\boxed{...}`, or what
     follows the last `####` (the form of GSM8K; a heading is none), or else what math-verify takes near the end: what
     follows the last "answer is", even if the text goes on, or the last expression or number. The answer column may hold
-    LaTeX, a number, or a whole GSM8K solution. Where it is a number, an expression that still has to be computed is
-    none: `3 + 4 + 2` is not 9, but the question.
+    LaTeX, a number, or a whole GSM8K solution; `$18`, `18 dollars` and 18 are the same. What `</think>` ends holds no
+    answer. Where a number is expected, an expression that still has to be computed is none: `3 + 4 + 2` is not 9, but
+    the question. Elsewhere an expression of the prompt is no answer, unless it is written as expected.
 
     Raises:
         TimeoutError: If the comparison takes longer than `TIME_LIMIT`.
@@ -37,16 +45,19 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
         1.0
     """
     gold = after_hashes(expected_answer(row)) or expected_answer(row)
-    block = final_part(response)
-    text = response if block is None else block
-    answer = last_boxed(text) or after_hashes(text) or block
-    if answer is None:
-        return float(CHILDREN.ask(gold, response[-TAIL:]))
-    numbers = plain_number(gold), plain_number(answer)
-    if None not in numbers:
-        return float(numbers[0] == numbers[1])
-    is_sentence = answer == block  # perhaps, with the answer somewhere in it
-    return float(CHILDREN.ask(gold, rf"\boxed{{{answer}}}") or (is_sentence and CHILDREN.ask(gold, answer[-TAIL:])))
+    text, is_block = final_part(response.replace("\u2212", "-"))  # the latter is the sign's other code point
+    tail = text[-TAIL:].replace(r"\$", "")
+    wanted, answer = plain_number(gold, UNIT), last_boxed(text) or after_hashes(text)
+    if not text and wanted is not None:  # asked of every row before a run
+        return 0.0
+    if answer is None and not is_block:
+        return float(CHILDREN.ask(gold, tail, prompt))
+    found = plain_number(answer or text, UNIT)
+    if wanted is not None and found is not None:
+        return float(wanted == found)
+    is_sentence = answer is None  # perhaps, with the answer somewhere in it
+    is_equal = CHILDREN.ask(gold, rf"\boxed{{{answer or text}}}", prompt)
+    return float(is_equal or (is_sentence and CHILDREN.ask(gold, tail, prompt)))
 
 
 def after_hashes(text: str) -> str | None:
@@ -58,7 +69,9 @@ def after_hashes(text: str) -> str | None:
     return None
 
 
-def plain_number(text: str) -> Fraction | None:
-    """Return the value of a plain decimal number, dollar sign and thousands separators allowed."""
-    digits = re.fullmatch(r"(?:\\?\$)?([+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?)\.?", text.strip())
-    return Fraction(digits.group(1).replace(",", "")) if digits else None
+def plain_number(text: str, unit: str = "") -> Fraction | None:
+    """Return the value of a plain decimal number, a currency's sign, thousands separators and markup allowed."""
+    text = re.sub(r"\\(?:text|math)\w*\{([^{}]*)\}|\*\*|\\[!,]", r"\1", text).strip()
+    number = r"(?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{1,30})?"
+    found = re.fullmatch(rf"{CURRENCY}([+-]?){CURRENCY}({number}){unit}\.?", text)
+    return Fraction(found.group(1) + found.group(2).replace(",", "")) if found else None

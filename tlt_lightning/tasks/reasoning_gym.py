@@ -67,7 +67,7 @@ def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
 
     Args:
         prompt: Not read; the row says what the question is.
-        response: The answer: the inside of the last `<answer>` block, without one all of it.
+        response: The answer: what follows `</think>`, and within it the last `<answer>` block if there is one.
         row: A row of `ReasoningGym`.
 
     Raises:
@@ -78,9 +78,8 @@ def verify(prompt: str, response: str, row: dict[str, Any]) -> float:
     metadata = row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError(f"`verify` needs rows of `tlt_lightning.tasks.ReasoningGym`, got the columns {sorted(row)}.")
-    block = final_part(response)
-    answer = response.strip() if block is None else block
-    return CHILDREN.ask(metadata["source_dataset"], answer, {**row, "question": row["prompt"]})  # the library's words
+    entry = {**row, "question": row["prompt"]}  # in the library's words
+    return CHILDREN.ask(metadata["source_dataset"], final_part(response)[0], entry)
 
 
 verify.load = CHILDREN.load  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +18,8 @@ def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, ri
 
     Args:
         reward: A function, or a term with a name and a weight.
-        row: A row of the data; its `prompt`, if any, is what the reward gets as the prompt.
+        row: A row of the data; its `prompt`, if any, is what the reward gets as the prompt. A reward that pays as much
+            for this text as for `right` is warned of.
         right: A response that has to score more than `wrong`.
         wrong: A response that has to score less.
 
@@ -26,11 +28,12 @@ def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, ri
         >>> check_reward(math_equivalence, {"prompt": "1/2 + 1/2 =", "answer": "1"}, right=r"\boxed{1}", wrong="2")
     """
     term = reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward)
-    who, texts = f"Reward `{term.name}`", [right, wrong, *ODD_RESPONSES]
+    prompt = str(row.get("prompt", ""))
+    who, texts = f"Reward `{term.name}`", [right, wrong, prompt, *ODD_RESPONSES]
 
     def score(response: str) -> float:
         try:
-            return run(Call(term, str(row.get("prompt", "")), response, row), timeout=10) or 0.0
+            return run(Call(term, prompt, response, row), timeout=10) or 0.0
         except Exception as error:
             failed = f"{who} fails on the response {response[:40]!r}: return a number for any text. {error!r}"
             raise AssertionError(failed) from error
@@ -43,3 +46,5 @@ def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, ri
     )
     for text, first, again in zip(texts, scores, scores[len(texts) :], strict=False):
         assert first == again, f"{who} scores {text[:40]!r} {first}, then {again}: keep nothing between calls."
+    if prompt and scores[2] >= scores[0]:
+        warnings.warn(f"{who} scores the prompt itself {scores[2]}: a policy learns to repeat it.", stacklevel=2)
