@@ -32,11 +32,11 @@ from tlt_lightning.training import optimization, resume
 from tlt_lightning.training.critic import Critic, CriticConfig
 from tlt_lightning.training.described import INSTANTIATOR, describe, describe_object, keep_arguments
 from tlt_lightning.training.frozen import drop_frozen, frozen_names, restore_frozen
-from tlt_lightning.training.fsdp2 import largest_counts, run_sharding
+from tlt_lightning.training.fsdp2 import run_sharding
 from tlt_lightning.training.iteration_end import log_of_iteration
 from tlt_lightning.training.lr_schedule import with_schedule
 from tlt_lightning.training.micro_batches import end_step
-from tlt_lightning.training.networks import Networks, NetworkSettings, Reference, score
+from tlt_lightning.training.networks import Networks, NetworkSettings, Reference
 from tlt_lightning.training.throughput import log_work
 
 
@@ -206,15 +206,12 @@ class RLModule(L.LightningModule):
         needs_old_logps = not (single_update or self.objective.clips_behaviour(asynchronous=batch.asynchronous))
         self._tap = None if request is None else BatchTap(policy, request, batch, step)
         self._is_single_update = single_update
-        return score(
-            self.networks,
+        return self.networks.score(
             batch,
             micro_batch_tokens,
-            self.device,
-            self.trainer.precision_plugin.forward_context,
-            largest_counts(self.trainer),
-            scores_reference=self.objective.needs_reference,
+            self.trainer,
             scores_policy=needs_old_logps or self.critic is not None or self.objective.needs_old_logps,
+            scores_reference=self.objective.needs_reference,
         )
 
     # Training

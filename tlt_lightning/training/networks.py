@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from tlt_lightning.policy import ResponseTokens, Teacher, causal_lm, load_policy
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.sharding.units import Sharding
 from tlt_lightning.training.critic import Critic, CriticConfig
-from tlt_lightning.training.micro_batches import LargestCounts, cut_alike
+from tlt_lightning.training.fsdp2 import largest_counts
+from tlt_lightning.training.micro_batches import cut_alike
 
 log = logging.getLogger(__name__)
 
@@ -99,49 +100,38 @@ class Networks:
             tokens = response_logps(self.policy, batch, needs_entropy_grad=needs_entropy_grad, teacher=teacher)
         return tokens, None if self.critic is None else self.critic(batch, tokens.states, tokens.places)
 
+    @torch.no_grad()
+    def score(
+        self, batch: RolloutBatch, max_tokens: int, trainer: L.Trainer, *, scores_policy: bool, scores_reference: bool
+    ) -> RolloutBatch:
+        """Return a rank's batch with what must be known before the update: log-probs, reference log-probs and values.
 
-@torch.no_grad()
-def score(
-    networks: Networks,
-    batch: RolloutBatch,
-    max_tokens: int,
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
-    largest_counts: LargestCounts | None = None,
-    *,
-    scores_policy: bool,
-    scores_reference: bool,
-) -> RolloutBatch:
-    """Return a rank's batch with what must be known before the update: log-probs, reference log-probs and values.
-
-    Args:
-        networks: Score it, the largest pass first; their tap, if any, is around the passes, too.
-        batch: On the CPU.
-        max_tokens: Most tokens of a pass.
-        device: Where the networks are.
-        context: Made around each pass.
-        largest_counts: As in `cut_alike`.
-        scores_policy: Run policy and critic.
-        scores_reference: Run the reference, which otherwise teaches alone.
-    """
-    reference, scores = networks.reference if scores_reference else None, dict[str, Tensor]()
-    if not scores_policy and reference is None:
-        return batch
-    alike: dict[str, Any] = {"is_padded": networks.is_padded, "largest_counts": largest_counts}
-    (plan,) = cut_alike([torch.arange(len(batch))], batch.lengths, max_tokens, **alike)
-    for rows in plan:
-        part, found = move_data_to_device(batch.select(rows), device), dict[str, Tensor | None]()
-        with context():
-            if scores_policy:
-                tokens, found["values"] = networks.forward(part)
-                found["old_logps"] = tokens.logps
-            if reference is not None:
-                found["ref_logps"] = reference.logps(networks.policy, part)
-        for name, result in found.items():
-            if result is not None:
-                whole = scores.setdefault(name, torch.zeros_like(batch.rollout_logps))
-                whole[rows, : result.shape[1]] = result.float().cpu()
-    return replace(batch, **scores)  # type: ignore[arg-type]
+        Args:
+            batch: On the CPU, as the result is.
+            max_tokens: Most tokens of a pass, the largest of which is run first.
+            trainer: Says where the networks are, and how precise their passes.
+            scores_policy: Run policy and critic.
+            scores_reference: Run the reference, which otherwise teaches alone.
+        """
+        reference, scores = self.reference if scores_reference else None, dict[str, Tensor]()
+        if not scores_policy and reference is None:
+            return batch
+        alike: dict[str, Any] = {"is_padded": self.is_padded, "largest_counts": largest_counts(trainer)}
+        (plan,) = cut_alike([torch.arange(len(batch))], batch.lengths, max_tokens, **alike)
+        for rows in plan:
+            part = move_data_to_device(batch.select(rows), trainer.strategy.root_device)
+            found = dict[str, Tensor | None]()
+            with trainer.precision_plugin.forward_context():
+                if scores_policy:
+                    tokens, found["values"] = self.forward(part)
+                    found["old_logps"] = tokens.logps
+                if reference is not None:
+                    found["ref_logps"] = reference.logps(self.policy, part)
+            for name, result in found.items():
+                if result is not None:
+                    whole = scores.setdefault(name, torch.zeros_like(batch.rollout_logps))
+                    whole[rows, : result.shape[1]] = result.float().cpu()
+        return replace(batch, **scores)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
