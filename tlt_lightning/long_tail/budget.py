@@ -86,6 +86,8 @@ class TrainingBudget(ABC):
         """Go on from what `state_dict` saved."""
 
 
+@checked()
+@dataclass(eq=False)
 class FixedBudget(TrainingBudget):
     """Trains on the same share of every n-th iteration's tokens, whatever that costs or gains.
 
@@ -97,10 +99,8 @@ class FixedBudget(TrainingBudget):
         every_n_iterations: Train in every n-th iteration only.
     """
 
-    @checked()
-    def __init__(self, share: NotNegative = 0.1, every_n_iterations: Count = 1) -> None:
-        self.share = share
-        self.every_n_iterations = every_n_iterations
+    share: NotNegative = 0.1
+    every_n_iterations: Count = 1
 
     @property
     @override
@@ -112,6 +112,8 @@ class FixedBudget(TrainingBudget):
         return self.share if (iteration + 1) % self.every_n_iterations == 0 else None
 
 
+@checked()
+@dataclass(eq=False)
 class AdaptiveBudget(TrainingBudget):
     """Trains on all tokens until two decisions in a row have not paid, then on an eighth of them.
 
@@ -138,21 +140,15 @@ class AdaptiveBudget(TrainingBudget):
         1.0
     """
 
-    @checked()
-    def __init__(
-        self,
-        most: Positive = 1.0,
-        trial: Positive = 0.5,
-        overhead: Share = 0.005,
-        horizon: Annotated[int, Bound(2)] = 50,
-    ) -> None:
-        self.most = most
-        self.trial = trial
-        self.overhead = overhead
-        self.horizon = horizon
+    most: Positive = 1.0
+    trial: Positive = 0.5
+    overhead: Share = 0.005
+    horizon: Annotated[int, Bound(2)] = 50
+
+    def __post_init__(self) -> None:
         self._costs = {"step": 0.0, "decision": 0.0}  # seconds, foretold
         self._means: dict[str, float] = {}  # over the iterations, the newest counts for half
-        self._remaining = horizon
+        self._remaining = self.horizon
         self._num_unpaid = 0  # decisions in a row
         self._spent = 0.0  # seconds since the last decision; tokens of idle windows at their price outside
         self._saved = 0.0  # seconds, by the last decision

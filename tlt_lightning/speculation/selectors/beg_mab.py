@@ -23,6 +23,7 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 from typing import Any
@@ -46,6 +47,8 @@ Pulls = deque[tuple[int, float]]
 """Of an arm, oldest first: the number of each in its bucket, and its reward."""
 
 
+@checked()
+@dataclass(eq=False)
 class BEGMABSelector(StrategySelector):
     """Learns the fastest arm for each range of batch sizes, without a model of costs.
 
@@ -65,29 +68,23 @@ class BEGMABSelector(StrategySelector):
         [0, 1]
     """
 
-    @checked()
-    def __init__(
-        self,
-        groups: tuple[tuple[int, ...], ...] = ((5, 3, 1), (3, 1)),
-        thresholds: tuple[int, ...] = (1, 49),
-        drafters: tuple[Drafter, ...] = ("learned",),
-        epsilon: Share = 0.02,
-        window: Count = 12,
-        pull_size: Count = 12,
-        seed: int = 0,
-    ) -> None:
-        check_groups(groups, thresholds)
-        self.thresholds = tuple(thresholds)
-        self.epsilon = epsilon
-        self.window = window
-        self.pull_size = pull_size
-        self._arms = tuple(make_arms(group, drafters) for group in groups)
-        self._rewards = [{arm: Pulls(maxlen=window) for arm in arms} for arms in self._arms]
-        self._num_pulls = [0] * len(groups)
-        self._random = random.Random(seed)
+    groups: tuple[tuple[int, ...], ...] = ((5, 3, 1), (3, 1))
+    thresholds: tuple[int, ...] = (1, 49)
+    drafters: tuple[Drafter, ...] = ("learned",)
+    epsilon: Share = 0.02
+    window: Count = 12
+    pull_size: Count = 12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_groups(self.groups, self.thresholds)
+        self._arms = tuple(make_arms(group, self.drafters) for group in self.groups)
+        self._rewards = [{arm: Pulls(maxlen=self.window) for arm in arms} for arms in self._arms]
+        self._num_pulls = [0] * len(self.groups)
+        self._random = random.Random(self.seed)
         self._bucket = -1
         self._pulled = OFF
-        self._stepped = pull_size  # the first `select` starts a pull
+        self._stepped = self.pull_size  # the first `select` starts a pull
         self._tokens = 0
         self._request_seconds = 0.0
 

@@ -5,6 +5,7 @@ share of all seconds pays for them: for their predicted loss before, and afterwa
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from typing_extensions import override
@@ -51,6 +52,8 @@ CATCH_UP_GAIN = 0.3
 """Weight of the newest catch-up in the running mean."""
 
 
+@checked()
+@dataclass(eq=False)
 class CostModelSelector(StrategySelector):
     """Chooses the arm with the most expected tokens per second; the default selector.
 
@@ -72,24 +75,18 @@ class CostModelSelector(StrategySelector):
         >>> selector.record(state, arm, num_emitted=(1, 2, 1, 1), seconds=0.005)
     """
 
-    @checked()
-    def __init__(
-        self,
-        num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7),
-        drafters: tuple[Drafter, ...] = ("learned",),
-        max_batch_tokens: Count = 512,
-        exploration: Share = 0.01,
-        margin: Share = 0.02,
-        catch_up_seconds: Annotated[float, Bound(0)] = 0.01,
-    ) -> None:
-        self._all_arms = make_arms(num_draft_tokens, drafters)
-        self.max_batch_tokens = max_batch_tokens
-        self.exploration = exploration
-        self.margin = margin
-        self.catch_up_seconds = catch_up_seconds
-        self.step_time = StepTimeModel(drafters)
+    num_draft_tokens: tuple[int, ...] = (1, 3, 5, 7)
+    drafters: tuple[Drafter, ...] = ("learned",)
+    max_batch_tokens: Count = 512
+    exploration: Share = 0.01
+    margin: Share = 0.02
+    catch_up_seconds: Annotated[float, Bound(0)] = 0.01
+
+    def __post_init__(self) -> None:
+        self._all_arms = make_arms(self.num_draft_tokens, self.drafters)
+        self.step_time = StepTimeModel(self.drafters)
         self.acceptance = {
-            drafter: AcceptanceEstimator(max(num_draft_tokens), ACCEPTANCE_WINDOW) for drafter in drafters
+            drafter: AcceptanceEstimator(max(self.num_draft_tokens), ACCEPTANCE_WINDOW) for drafter in self.drafters
         }
         self._current = OFF
         self._drafter_version: int | None = None
@@ -151,7 +148,8 @@ class CostModelSelector(StrategySelector):
         rates = self.expected_rates(state)
         if state.drafter_version != self._drafter_version:
             if self._drafter_version is not None:
-                self._doubt_head()
+                for acceptance in self._heads:  # a new one is like the old one, or as it was measured, less surely
+                    acceptance.doubt()
             self._drafter_version = state.drafter_version
         self._until_decision -= state.num_steps
         if self._is_probing and self._until_decision >= 0 and self._current in rates:
@@ -219,11 +217,6 @@ class CostModelSelector(StrategySelector):
     @property
     def _heads(self) -> list[AcceptanceEstimator]:
         return [self.acceptance[name] for name in LEARNED_DRAFTERS if name in self.acceptance]
-
-    def _doubt_head(self) -> None:
-        """Expect a new head to be like the old one, or as it was measured, less surely."""
-        for acceptance in self._heads:
-            acceptance.doubt()
 
     def _switch_seconds(self, arm: Strategy) -> float:
         return 0.0 if self._is_warm or not arm.is_learned else self.catch_up_seconds
