@@ -9,7 +9,7 @@ import pytest
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.speculation import BEGMABSelector, CostModelSelector, FixedSelector
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
-from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
+from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
 from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
 
@@ -157,8 +157,8 @@ def test_a_step_in_which_nothing_was_decoded_teaches_nothing() -> None:
 
 def test_a_plan_is_of_the_requests_that_really_run() -> None:
     plan = StrategyController(ScriptedSelector()).plan(4, 100.0, 1)
-    assert with_batch(plan, 4) == plan
-    fewer = with_batch(plan, 3)
+    assert plan.with_batch(4) == plan
+    fewer = plan.with_batch(3)
     assert fewer.state == SelectorState(batch_size=3, mean_context=100.0, drafter_version=-1, waiting=1, num_steps=2)
     assert (fewer.verifies, fewer.drafts, fewer.learns_for) == (plan.verifies, plan.drafts, plan.learns_for)
 

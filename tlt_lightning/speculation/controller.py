@@ -37,6 +37,10 @@ class StepPlan:
     drafts: Strategy
     learns_for: Strategy | None
 
+    def with_batch(self, batch_size: int) -> StepPlan:
+        """Return the plan with the number of requests that really run in its step."""
+        return replace(self, state=replace(self.state, batch_size=batch_size))
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -215,10 +219,3 @@ class StrategyController:
         self.drafter_version = state_dict["drafter_version"]
         if self.lookups is not None and state_dict["lookup_scores"] is not None:
             self.lookups.scores.load_state_dict(state_dict["lookup_scores"])
-
-
-def with_batch(plan: StepPlan, batch_size: int) -> StepPlan:
-    """Return the plan with the number of requests that really run in its step."""
-    return (
-        plan if plan.state.batch_size == batch_size else replace(plan, state=replace(plan.state, batch_size=batch_size))
-    )

@@ -180,14 +180,7 @@ class VLLMEngine(RolloutEngine):
         self.weight_dtype = str(types.pop()).removeprefix("torch.") if len(types) == 1 else None
         engine_ranks = internals.live_executor(engine).join(engine, graphs)
         if self.speculation is not None:
-            self._speculative = install(
-                self.speculation,
-                engine,
-                compute_dtype=self.compute_dtype,
-                head=head,
-                graphs=graphs,
-                engine_ranks=engine_ranks,
-            )
+            self._speculative = install(self.speculation, engine, self.compute_dtype, head, graphs, engine_ranks)
         self._writer = RequestWriter(engine, self._speculative, engine_ranks)
 
     def _engine_args(self, policy: str, max_model_len: int, seed: int) -> Any:

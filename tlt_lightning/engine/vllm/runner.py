@@ -27,7 +27,7 @@ from tlt_lightning.speculation.calibration import (
     lead_measuring,
     measure_steps,
 )
-from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController, with_batch
+from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, Source
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -178,7 +178,7 @@ class SpeculativeRunner(ABC):
     def after_schedule(self, output: Any) -> None:
         """Attach the plan to the scheduled step, with the requests that really run."""
         assert self._plan is not None
-        output.speculation = _StepRecord(with_batch(self._plan, len(output.num_scheduled_tokens)), self._lookups)
+        output.speculation = _StepRecord(self._plan.with_batch(len(output.num_scheduled_tokens)), self._lookups)
         self._lookups = {}
         if self.catch_up is not None and output.preempted_req_ids:
             self.catch_up.drop(output.preempted_req_ids)  # whoever comes back reads everything anew
@@ -219,15 +219,7 @@ class SpeculativeRunner(ABC):
                 if source is not None:
                     draft = (request.num_output_tokens, source[0], num_drafts, len(tokens) - 1)
                     self.verified[request_id].append(draft)
-        self.controller.finished(
-            StepResult(
-                plan=record.plan,
-                num_drafted=drafted,
-                num_emitted=emitted,
-                sources=sources,
-                is_decode=is_decode,
-            )
-        )
+        self.controller.finished(StepResult(record.plan, drafted, emitted, sources, is_decode))
 
     def source(self, strategy: Strategy, lookup: LookupDraft | None, request: Any) -> Source | None:
         """Return the source of a request's drafts; None for fillers."""

@@ -21,7 +21,7 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
-from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.controller import StrategyController
 from tlt_lightning.speculation.graph_plan import BucketedGraphPool, GraphPool, arms_by_batch
@@ -169,11 +169,10 @@ def speculation_args(speculation: Speculation, *, is_v2: bool) -> dict[str, Any]
 def install(
     speculation: Speculation,
     engine: "LLMEngine",
-    *,
     compute_dtype: str,
     head: HeadShape | None,
     graphs: PlannedGraphs | None,
-    engine_ranks: EngineRanks = ALONE,
+    engine_ranks: EngineRanks,
 ) -> "SpeculativeRunner":
     """Speculate in a live engine for as long as it lives.
 
