@@ -153,17 +153,15 @@ class Turns:
     @cached_property
     def _knows_tools(self) -> bool:
         """True if the template shows what a tool returns."""
-        return _MARK in self._tried([{"role": "tool", "name": "f", "content": _MARK}])
-
-    def _tried(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
         call = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
         turn = {"role": "assistant", "content": "", "tool_calls": call}
+        result = {"role": "tool", "name": "f", "content": _MARK}
         try:
-            return self._text([{"role": "user", "content": "a"}, turn, *messages])
+            return _MARK in self._text([{"role": "user", "content": "a"}, turn, result])
         except (TemplateError, TypeError):  # as templates refuse what they do not know
-            return ""
+            return False
 
     def _with_tools(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Say in the first message which tools there are, where the template says nothing of them."""

@@ -63,15 +63,16 @@ class EnvironmentWorkers:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._open: set[int] = set()
+        self._ended: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.under_way: dict[Any, None] = {}
+        """Keys of the jobs that `take` has not returned, oldest first."""
         self._threads = CallThreads()
         self._stuck: list[threading.Event] = []  # of calls past their limit, each set when its call ends after all
         self._loop: asyncio.AbstractEventLoop | None = None
         self._seats = asyncio.Semaphore(MAX_THREADS)
         self._beat = 0.0  # when the loop was last seen running
 
-    def submit(self, key: int, job: Coroutine[Any, Any, Any]) -> None:
+    def submit(self, key: Any, job: Coroutine[Any, Any, Any]) -> None:
         """Begin a job, which calls by `call`; `take` returns its key, new among those under way, and its result."""
         if self._loop is None:
             self._loop, self._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_THREADS)
@@ -79,10 +80,10 @@ class EnvironmentWorkers:
             self._loop.call_soon(self._show_life, self._loop)
             self._beat = time.monotonic()
             threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True).start()
-        self._open.add(key)
+        self.under_way[key] = None
         asyncio.run_coroutine_threadsafe(self._run(key, job), self._loop)
 
-    def take(self, *, wait: bool) -> list[tuple[int, Any]]:
+    def take(self, *, wait: bool) -> list[tuple[Any, Any]]:
         """Return the jobs that have ended, each with its result or the exception that it raised.
 
         With `wait` there is one at least, if any is under way.
@@ -90,8 +91,8 @@ class EnvironmentWorkers:
         Raises:
             RuntimeError: Too many threads are stuck.
         """
-        ended: list[tuple[int, Any]] = []
-        while self._open:
+        ended: list[tuple[Any, Any]] = []
+        while self.under_way:
             try:
                 key, result = self._ended.get(wait and not ended, timeout=1.0)
             except queue.Empty:
@@ -100,8 +101,8 @@ class EnvironmentWorkers:
                 if time.monotonic() - self._beat > self.seconds + _GRACE:
                     ended = self._give_up_loop()
                 continue
-            if key in self._open:
-                self._open.remove(key)
+            if key in self.under_way:
+                del self.under_way[key]
                 ended.append((key, result))
         if sum(not has_ended.is_set() for has_ended in self._stuck) > MAX_STUCK:
             raise RuntimeError(
@@ -121,13 +122,13 @@ class EnvironmentWorkers:
 
     def close(self) -> None:
         """Give up on everything that still runs; safe to call twice."""
-        self._open.clear()
+        self.under_way.clear()
         if self._loop is not None:
             self._threads.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
-    async def _run(self, key: int, job: Coroutine[Any, Any, Any]) -> None:
+    async def _run(self, key: Any, job: Coroutine[Any, Any, Any]) -> None:
         try:
             result = await job
         except BaseException as error:  # the loop must survive whatever an environment does
@@ -173,10 +174,10 @@ class EnvironmentWorkers:
         self._beat = time.monotonic()
         loop.call_later(1.0, self._show_life, loop)
 
-    def _give_up_loop(self) -> list[tuple[int, Any]]:
+    def _give_up_loop(self) -> list[tuple[Any, Any]]:
         """Leave the event loop to the coroutine that blocks it; return all jobs on it as late."""
         late = Late(f"a coroutine of the environment blocked its event loop for more than {self.seconds} s")
-        lost = [(key, late) for key in self._open]
+        lost = [(key, late) for key in self.under_way]
         self.close()
         return lost
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from typing_extensions import override
@@ -56,8 +55,6 @@ class ConversationStream(RequestStream):
         self._trajectories: dict[int, Trajectory] = {}  # by request, those that ended until they are taken
         self._written: set[int] = set()  # requests in the engine
         self._stopping: set[int] = set()  # those of them that were stopped, and may end a turn all the same
-        self._jobs: dict[int, tuple[Trajectory, str]] = {}  # what environments work at
-        self._numbers = count()
         self._ended: deque[Response] = deque()
         self._num_ended = 0  # conversations since `generate` began
         self._has_warned = False
@@ -88,7 +85,7 @@ class ConversationStream(RequestStream):
             limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
             trajectory = Trajectory(talk, replace(request, written=None), prompt, limit, self._turns)
             self._trajectories[request.id] = trajectory
-            self._submit(trajectory, "begin", talk.begin())
+            self.workers.submit((trajectory, "begin"), talk.begin())
         while self.waits and self._num_away:
             ready = sorted([*ready, *self._heard(wait=True)], key=lambda request: request.id)  # by no clock
         super().ask(ready, sampling, seed=seed)
@@ -164,25 +161,19 @@ class ConversationStream(RequestStream):
         if calls or self.environments.plays_text or self.environments.takes_turns:
             is_cut = ids[-1] not in turns.ends
             turn = Turn(words, beside, calls, before, ids, response.logps[start:stop], is_cut)
-            self._submit(trajectory, "answer", talk.answer(turn))
+            self.workers.submit((trajectory, "answer"), talk.answer(turn))
         else:
-            self._submit(trajectory, "end", talk.end())
+            self.workers.submit((trajectory, "end"), talk.end())
         if is_stopped:  # with its last token of the turn: what the environment says is kept
             self._set_aside(trajectory, response)
         return None
-
-    def _submit(self, trajectory: Trajectory, what: str, job: Coroutine[Any, Any, Any]) -> None:
-        number = next(self._numbers)
-        self._jobs[number] = trajectory, what
-        self.workers.submit(number, job)
 
     # From environments to the engine
 
     def _heard(self, *, wait: bool) -> list[Request]:
         """Return the requests that environments have made ready; with `wait` one of them has done something."""
         ready: list[Request] = []
-        for number, result in self.workers.take(wait=wait):
-            trajectory, what = self._jobs.pop(number)
+        for (trajectory, what), result in self.workers.take(wait=wait):
             if trajectory.is_aside:
                 trajectory.held = what, result
             else:
@@ -232,7 +223,7 @@ class ConversationStream(RequestStream):
         is_over = len(response.token_ids) + len(observed) >= trajectory.limit
         if not said or is_over or trajectory.talk.num_turns == self.limits.most:
             trajectory.response = replace(response, finish_reason="length" if said and is_over else "stop")
-            self._submit(trajectory, "end", trajectory.talk.end())
+            self.workers.submit((trajectory, "end"), trajectory.talk.end())
             return []
         trajectory.response = response.observing(observed)
         return [self._go_on(trajectory)]
@@ -270,7 +261,7 @@ class ConversationStream(RequestStream):
         trajectory.is_aside, held, trajectory.held = False, trajectory.held, None
         if held is not None:
             return self._hear(trajectory, *held)
-        is_working = any(each is trajectory for each, _ in self._jobs.values())
+        is_working = any(each is trajectory for each, _ in self.workers.under_way)
         return [] if is_working else [self._go_on(trajectory)]
 
     def _break(self, trajectory: Trajectory, error: BaseException) -> None:
