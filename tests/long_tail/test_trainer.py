@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from tests.support.drafters.draft_texts import make_drafter, random_sequence
 from tests.support.drafters.one_weight import OneWeight, Ranks, make_trainer, steps, weight
 from tlt_lightning.drafter.packing import PackedBatch
+from tlt_lightning.long_tail import curriculum
 from tlt_lightning.long_tail import trainer as trainer_module
 from tlt_lightning.long_tail.buffer import DrafterBuffer
 from tlt_lightning.long_tail.publishing import DrafterPublisher
-from tlt_lightning.long_tail.trainer import CURRICULUM, MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer, TrainingStretch
+from tlt_lightning.long_tail.trainer import MAX_GRAD_NORM, WARMUP_STEPS, DrafterTrainer, TrainingStretch
 from tlt_lightning.metrics.iteration_log import IterationLog, combine
 
 
@@ -93,7 +94,7 @@ def test_a_random_head_begins_fast_and_learns_longer_drafts_the_better_it_drafts
     assert [*lengths, resumed.drafter.most_steps] == [3, 3, 3, 4, 5, 5]
     assert young == [True, True, False, False, False]
     rates = [group["lr"] / group["initial_lr"] for group in resumed.optimizer.param_groups]
-    assert rates == [pytest.approx(7 / CURRICULUM.rising_steps)]
+    assert rates == [pytest.approx(7 / curriculum.RISING_STEPS)]
 
 
 def test_another_learning_rate_of_the_recipe_is_used_on_resume_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,12 +16,7 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.speculation import arms_by_batch
-from tlt_lightning.speculation.strategy import Strategy, StrategySelector
-
-_SELECTOR = (
-    "for example `selector: {class_path: CostModelSelector, init_args: {drafters: [learned, sibling]}}` with "
-    "`siblings: true`"
-)
+from tlt_lightning.speculation.strategy import Strategy
 
 
 class ServedHead:
@@ -63,15 +57,10 @@ class ServedHead:
         if self._engine is not None:
             self._engine.speculation, self._engine = self._given, None
 
-    @property
-    def _selector(self) -> StrategySelector:
-        assert self._engine is not None, "used before `attach`"
-        speculation: Any = self._engine.speculation
-        return speculation.selector
-
     def expected_speedup(self, quality: DraftQuality) -> float | None:
         """Return how many times as fast as plainly such a head makes decoding at best; None if nothing was timed."""
-        return self._selector.expected_speedup(quality.accepted)
+        assert self._given is not None, "used before `attach`"
+        return self._given.selector.expected_speedup(quality.accepted)
 
     def push(self, publisher: DrafterPublisher) -> None:
         """Give the engine the published weights, with the tokens that they draft."""
@@ -91,7 +80,8 @@ def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> 
     if speculation is None or not _learned_arms(engine, speculation):
         raise MisconfigurationException(
             f"`LongTailIdleCallback` trains the drafter 'learned', and `engine`, a {type(engine).__name__}, never asks "
-            f"for it; set `speculation` of a `VLLMEngine`, {_SELECTOR}."
+            "for it; set `speculation` of a `VLLMEngine`, for example `selector: {class_path: CostModelSelector, "
+            "init_args: {drafters: [learned, sibling]}}` with `siblings: true`."
         )
     return speculation
 

@@ -147,8 +147,8 @@ class LongTailIdleCallback(DrafterCallback):
             self._plan = self._decide(trainer)
         self._plan.started = started
         pl_module.iteration_log.update(self._plan.metrics)
-        is_cold = self.drafter.head_path is None and self.publisher.version == 0
-        if not is_cold and (self.publisher.version > self._served.version or self._policy_rows_move(pl_module)):
+        is_newer = self.publisher.version > self._served.version
+        if is_newer or (not self._served.is_cold and self._policy_rows_move(pl_module)):
             self._served.push(self.publisher)
         pl_module.iteration_log.mean("drafter/version", self._served.version)
         if self.publisher.data_version >= 0:

@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tlt_lightning.drafter.module import POLICY_ROWS, DrafterModule
 from tlt_lightning.drafter.packing import PACK_MULTIPLE, PackedBatch, fill_pack, packs_of, plan_packs
 from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.long_tail import curriculum
 from tlt_lightning.long_tail.buffer import DrafterBuffer
-from tlt_lightning.long_tail.curriculum import Curriculum
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.training.optimization import apply_changed, fuse_on_gpu, settings_of
 
@@ -35,7 +35,6 @@ _PACKS_PER_DRAW = 8  # sequences are drawn for several packs at once, which then
 MAX_GRAD_NORM = 0.5  # as in the recipe of the warm-up, and in SpecForge
 WARMUP_STEPS = 50
 """Micro-steps over which the learning rate of a head that drafts rises to its full value."""
-CURRICULUM = Curriculum()
 
 MakePack = Callable[[], PackedBatch]
 
@@ -73,7 +72,7 @@ class TrainingCosts:
 class DrafterTrainer:
     """Trains a drafter on a buffer in micro-steps of one pack, each with an optimizer step.
 
-    A head that began with random weights follows `CURRICULUM`.
+    A head that began with random weights follows `curriculum`.
 
     Args:
         drafter: Built; moved to `device`. Float32 weights; on a GPU its forward pass runs in bfloat16.
@@ -103,7 +102,7 @@ class DrafterTrainer:
         self._num_own, self._num_moved = 0, 0  # micro-steps not averaged yet, and those that were not left out
         self.num_seen = 0
         """Tokens trained on since `begin`."""
-        self._draft_length = CURRICULUM.first_drafts if self.drafter.head_path is None else None
+        self._draft_length = curriculum.FIRST_DRAFTS if self.drafter.head_path is None else None
         self._generator = torch.Generator()
         self._packs: Iterator[MakePack] = iter(())
         self._ahead: tuple[MakePack, PackedBatch] | None = None  # made while the device was at work
@@ -115,7 +114,7 @@ class DrafterTrainer:
         self._optimizer_settings = settings_of(self.optimizer)
         fuse_on_gpu(self.optimizer, self.device)
         # The first steps of a fresh Adam move every weight by the learning rate, whatever the gradient says of it.
-        rising = CURRICULUM.rising_steps if self.drafter.head_path is None else WARMUP_STEPS
+        rising = curriculum.RISING_STEPS if self.drafter.head_path is None else WARMUP_STEPS
         self._warmup = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / rising))
 
     def weights(self) -> dict[str, Tensor]:
@@ -141,7 +140,7 @@ class DrafterTrainer:
         """Tokens of a micro-step: a pack, or a part of one if the head began with random weights."""
         if self._draft_length is None:
             return self.pack_tokens
-        return CURRICULUM.step_tokens(self._draft_length, self.pack_tokens)
+        return curriculum.step_tokens(self._draft_length, self.pack_tokens)
 
     @property
     def num_passes(self) -> float:
@@ -229,12 +228,12 @@ class DrafterTrainer:
     @property
     def learns_first_drafts(self) -> bool:
         """True while a new head learns the shortest drafts: what it was worth an iteration ago says little."""
-        return self._draft_length == CURRICULUM.first_drafts
+        return self._draft_length == curriculum.FIRST_DRAFTS
 
     def note_quality(self, acceptance_length: float) -> None:
         """Learn how well the trained weights draft: the better a new head, the longer are the drafts that it learns."""
         if self._draft_length is not None:
-            self._draft_length = CURRICULUM.draft_length(self._draft_length, acceptance_length)
+            self._draft_length = curriculum.next_drafts(self._draft_length, acceptance_length)
 
     def _backward(self, batch: PackedBatch) -> Tensor:
         with torch.enable_grad(), self.autocast():
