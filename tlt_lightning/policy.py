@@ -206,9 +206,9 @@ def token_logps(
     head: nn.Module,
     states: Tensor,
     targets: Tensor,
-    *,
     temperature: float,
     chunk_size: int,
+    *,
     needs_entropy_grad: bool = False,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -274,19 +274,13 @@ def response_logps(
 
     Entropies carry a gradient only if `needs_entropy_grad`; there are no divergences without a teacher.
     """
+    head = causal_lm(model).get_output_embeddings()
+    num_rows = chunk_size or rows_per_chunk(head.weight.shape[0], 1 if teacher is None else 2)
 
     def compute() -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor]]:
         states, targets, index = response_states(model, batch)
-        head = causal_lm(model).get_output_embeddings()
-        vocab_size, num_heads = head.weight.shape[0], 1 if teacher is None else 2
         found = token_logps(
-            head,
-            states,
-            targets,
-            temperature=batch.temperature,
-            chunk_size=chunk_size or rows_per_chunk(vocab_size, num_heads),
-            needs_entropy_grad=needs_entropy_grad,
-            teacher=teacher,
+            head, states, targets, batch.temperature, num_rows, needs_entropy_grad=needs_entropy_grad, teacher=teacher
         )
         return *found, states, index
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from math import sqrt
 
-import torch
 from torch import Tensor
 
 from tlt_lightning.engine.architectures import WAY_OUT
@@ -31,14 +29,12 @@ _CAUSES_OF_8_BIT = (
 )
 
 
-def check_same_logps(
-    engine: Sequence[Sequence[float]], trainer: Tensor, mask: Tensor, *, dtype: str, when: str
-) -> float:
+def check_same_logps(engine: Tensor, trainer: Tensor, mask: Tensor, *, dtype: str, when: str) -> float:
     """Return the mean absolute difference of log-probs.
 
     Args:
-        engine: Log-probs of each response's tokens when they were sampled.
-        trainer: Log-probs of the same tokens under the policy, (B, T).
+        engine: Log-probs of tokens when they were sampled, (B, T).
+        trainer: Those of the same tokens under the policy, (B, T).
         mask: 1 at tokens of a response, (B, T).
         dtype: The coarser of the types that engine and trainer compute in; bfloat16 stands for float16 too, and a type
             of 8 bit for an engine that quantizes.
@@ -47,14 +43,13 @@ def check_same_logps(
     Raises:
         RuntimeError: The difference is above the tolerance.
     """
-    sampled = torch.tensor([value for row in engine for value in row])
-    differences = (trainer.float().cpu()[mask.cpu() > 0] - sampled).abs()
+    differences = (trainer.float().cpu() - engine.cpu())[mask.cpu() > 0].abs()
     mean, limit = float(differences.mean()), TOLERANCES[dtype]
     if not mean <= limit:
         raise RuntimeError(
-            f"{when} the engine does not compute with the policy's weights: log-probs of {len(sampled)} tokens differ "
-            f"by {mean:.2g} on average and {float(differences.max()):.2g} at most, where {limit} on average is allowed "
-            f"in {dtype}. {_causes(dtype)}."
+            f"{when} the engine does not compute with the policy's weights: log-probs of {len(differences)} tokens "
+            f"differ by {mean:.2g} on average and {float(differences.max()):.2g} at most, where {limit} on average is "
+            f"allowed in {dtype}. {_causes(dtype)}."
         )
     return mean
 
