@@ -118,3 +118,8 @@ class JoinedRanks(EngineRanks):
 def count_ranks() -> int:
     """Return the ranks of the run that this process belongs to."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    """Return which of them this process is."""
+    return dist.get_rank() if dist.is_initialized() else 0

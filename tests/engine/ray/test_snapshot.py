@@ -41,9 +41,9 @@ def test_tensors_arrive_as_they_were_when_they_were_sent(
 
 
 def test_floating_tensors_travel_in_the_engines_type_if_that_is_smaller(cluster: None) -> None:
-    found = dict(SnapshotWriter().write(TENSORS.items(), 0, torch.bfloat16).result())
+    found = dict(SnapshotWriter().write(TENSORS.items(), 0, "bfloat16").result())
     assert found["whole"].dtype == torch.int64
-    assert dict(SnapshotWriter().write(TENSORS.items(), 0, torch.float32).result())["half"].dtype == torch.bfloat16
+    assert dict(SnapshotWriter().write(TENSORS.items(), 0, "float32").result())["half"].dtype == torch.bfloat16
     assert torch.equal(found["float"], TENSORS["float"].to(torch.bfloat16))
 
 

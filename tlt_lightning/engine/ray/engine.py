@@ -7,12 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from torch import distributed
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, NotNegative, checked
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.requests import check_requests
+from tlt_lightning.ranks.joined_ranks import count_ranks, own_rank
 from tlt_lightning.rollout import Request, Response, Sampling
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ class RayEngine(RolloutEngine):
         Raises:
             ValueError: The ranks cannot have equally many.
         """
-        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
-        if self.num_engines % ranks:
+        if self.num_engines % (ranks := count_ranks()):
             raise ValueError(f"`num_engines` is {self.num_engines}, and must be a multiple of the {ranks} ranks.")
         return self.num_engines // ranks
 
@@ -109,8 +108,7 @@ class RayEngine(RolloutEngine):
             has_any = torch.cuda.is_initialized() or "GPU" in ray.cluster_resources()
             gpus = float(self.engine.num_ranks * has_any)
         check_room(number, self.engine.num_ranks, gpus)
-        rank = distributed.get_rank() if distributed.is_initialized() else 0
-        names = [f"Engine {rank * number + index}" for index in range(number)]
+        names = [f"Engine {own_rank() * number + index}" for index in range(number)]
         self._fleet = Fleet(self.engine, names, gpus, wanted)
         report = self._fleet.hosts[0].report  # kept, as a process that takes its place has none until it has loaded
         self.compute_dtype, self.weight_dtype = report.compute_dtype, report.weight_dtype
@@ -141,25 +139,15 @@ class RayEngine(RolloutEngine):
 
     @override
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        from tlt_lightning.engine.ray.host import WEIGHTS
-
-        self._publish(WEIGHTS, named_tensors, version)
+        self._live.publish("weights", named_tensors, version, self.weight_dtype)
         self.policy_version = version
 
     @override
     def update_drafter(
         self, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
     ) -> None:
-        from tlt_lightning.engine.ray.host import DRAFTER
-
-        self._publish(DRAFTER, named_tensors, version, accepted)
+        self._live.publish("drafter", named_tensors, version, self.weight_dtype, accepted)
         self.drafter_version = version
-
-    def _publish(
-        self, kind: str, named_tensors: NamedTensors, version: int, accepted: Sequence[float] | None = None
-    ) -> None:
-        dtype = self.weight_dtype
-        self._live.publish(kind, named_tensors, version, None if dtype is None else getattr(torch, dtype), accepted)
 
     @override
     def warm_up(self, num_requests: int = 1) -> None:

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import ray
-import torch
 from ray import cloudpickle
 
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine, RolloutProgress
-from tlt_lightning.engine.ray.host import DRAFTER, WEIGHTS, Command, EngineHost
+from tlt_lightning.engine.ray.host import Command, EngineHost, Kind
 from tlt_lightning.engine.ray.remote_host import HostDied, RemoteHost
 from tlt_lightning.engine.ray.snapshot import Snapshot, SnapshotWriter
 from tlt_lightning.rollout import Request, Response, Sampling
@@ -28,7 +27,7 @@ MAX_DEATHS = 3
 
 _GROUPS = 65536  # that are remembered, as conversations come back to the host that has read them
 
-_UPDATES: dict[str, Command] = {WEIGHTS: EngineHost.update_weights, DRAFTER: EngineHost.update_drafter}
+_UPDATES: dict[Kind, Command] = {"weights": EngineHost.update_weights, "drafter": EngineHost.update_drafter}
 
 
 class Fleet:
@@ -45,8 +44,8 @@ class Fleet:
         self, engine: RolloutEngine, names: Sequence[str], num_gpus: float, set_up_for: tuple[str, int, int]
     ) -> None:
         self.set_up_for = set_up_for
-        self._writers: dict[str, SnapshotWriter] = {}  # by kind
-        self._newest: dict[str, Future[Snapshot]] = {}  # by kind; new hosts take them
+        self._writers: dict[Kind, SnapshotWriter] = {}  # by kind
+        self._newest: dict[Kind, Future[Snapshot]] = {}  # by kind; new hosts take them
         self._rollout, self._sampling, self._seed = 0, Sampling(), 0
         self._host_of: dict[int, RemoteHost] = {}  # by group of this rollout
         pickled, resources = cloudpickle.dumps(engine), {"num_cpus": float(engine.num_ranks), "num_gpus": num_gpus}
@@ -62,10 +61,10 @@ class Fleet:
 
     def publish(
         self,
-        kind: str,
+        kind: Kind,
         named_tensors: NamedTensors,
         version: int,
-        dtype: torch.dtype | None,
+        dtype: str | None,
         accepted: Sequence[float] | None = None,
     ) -> None:
         """Let every host load them between two of its steps, as soon as it can; they may change when this returns."""

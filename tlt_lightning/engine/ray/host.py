@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from ray import cloudpickle
 
@@ -23,8 +23,8 @@ from tlt_lightning.rollout import Request, Response, Sampling
 Command = Callable[["EngineHost"], bool]
 """Does something with a host between two engine steps; False if it must wait until what is being written has ended."""
 
-WEIGHTS, DRAFTER = "weights", "drafter"
-"""Kinds of snapshots."""
+Kind = Literal["weights", "drafter"]
+"""Of a snapshot."""
 
 NOTHING_YET = RolloutProgress(waiting=0, running=0, finished=0, tokens=0, longest=0, elapsed=0.0)
 
@@ -75,15 +75,15 @@ class EngineHost:
         self._changed = threading.Condition()
         self._clock = StageClock("waiting")
         self._commands: dict[int, Command] = {}
-        self._newest: dict[str, tuple[int, Snapshot]] = {}  # by kind, with the number of its command
+        self._newest: dict[Kind, tuple[int, Snapshot]] = {}  # by kind, with the number of its command
         self._report, self._has_news = Report(), False
         self._ended: list[Response] = []  # since the last report
-        self._loaded: dict[str, int] = {}  # likewise
+        self._loaded: dict[Kind, int] = {}  # likewise
         self._asked: list[Request] = []  # what the next `generate` begins with
         self._sampling, self._seed = Sampling(), 0
         self._before = NOTHING_YET  # what this rollout wrote before the host last came to rest
 
-    def tell(self, number: int, command: Command, snapshot: tuple[str, Snapshot] | None = None) -> None:
+    def tell(self, number: int, command: Command, snapshot: tuple[Kind, Snapshot] | None = None) -> None:
         """Take a command, perhaps with new weights of a kind: of two that come between steps the older is dropped."""
         with self._changed:
             self._commands[number] = command
@@ -185,13 +185,13 @@ class EngineHost:
 
     def update_weights(self) -> bool:
         """Load the newest weights, unless the engine has them."""
-        return self._update(WEIGHTS, lambda new: self._engine.update_weights(new, new.version))
+        return self._update("weights", lambda new: self._engine.update_weights(new, new.version))
 
     def update_drafter(self) -> bool:
         """Load the newest drafter, unless the engine has it."""
-        return self._update(DRAFTER, lambda new: self._engine.update_drafter(new, new.version, new.accepted))
+        return self._update("drafter", lambda new: self._engine.update_drafter(new, new.version, new.accepted))
 
-    def _update(self, kind: str, load: Callable[[Snapshot], None]) -> bool:
+    def _update(self, kind: Kind, load: Callable[[Snapshot], None]) -> bool:
         if not (self._report.is_at_rest or self._engine.updates_running):
             return False
         number, snapshot = self._newest[kind]

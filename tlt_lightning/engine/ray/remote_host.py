@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from tlt_lightning.engine.ray.cluster import installed_versions
-from tlt_lightning.engine.ray.host import Command, EngineHost, Report
+from tlt_lightning.engine.ray.host import Command, EngineHost, Kind, Report
 from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.rollout import Request, Response
 
@@ -63,7 +63,7 @@ class RemoteHost:
         self._running = self._actor.run.remote(installed_versions(), self._pickled_engine)
         self._taking = self._actor.take.remote(_REPORT_SECONDS)
 
-    def tell(self, command: Command, kind: str = "", snapshot: Future[Snapshot] | None = None) -> None:
+    def tell(self, command: Command, kind: Kind | None = None, snapshot: Future[Snapshot] | None = None) -> None:
         """Give a command, which is carried out after those before it; one with a snapshot travels when that exists."""
         self._num_told += 1
         tell = partial(self._actor.tell.remote, self._num_told, command)

@@ -106,13 +106,13 @@ class SnapshotWriter:
         self,
         named_tensors: NamedTensors,
         version: int,
-        dtype: torch.dtype | None = None,
+        dtype: str | None = None,
         accepted: Sequence[float] | None = None,
     ) -> Future[Snapshot]:
         """Copy tensors, floating ones as `dtype` where that is smaller; they may change when this returns."""
         if self._last is not None:
             self._last.result()
-        self._copy.fill(_with_checksums(named_tensors, dtype))
+        self._copy.fill(_with_checksums(named_tensors, None if dtype is None else getattr(torch, dtype)))
         self._last = self._thread.submit(self._hand_over, version, accepted)
         return self._last
 

@@ -19,7 +19,7 @@ from tlt_lightning.engine.start_up import StartUp
 from tlt_lightning.engine.vllm.graphs import release_graphs
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
-from tlt_lightning.ranks.joined_ranks import JoinedRanks
+from tlt_lightning.ranks.joined_ranks import JoinedRanks, own_rank
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -50,8 +50,7 @@ class RankExecutor(UniProcExecutor):
     @override
     def _distributed_args(self) -> tuple[str, int, int]:
         init_method, _, device = super()._distributed_args()
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return init_method, rank, device if is_cpu_build() else torch.cuda.current_device()
+        return init_method, own_rank(), device if is_cpu_build() else torch.cuda.current_device()
 
     @override
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
