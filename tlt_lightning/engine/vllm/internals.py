@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tlt_lightning.installed import installed
+from tlt_lightning.engine.installed import installed
 from tlt_lightning.replacing import replace
 
 if TYPE_CHECKING:
