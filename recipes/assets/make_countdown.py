@@ -39,24 +39,7 @@ HASTY_SHARE = 0.7  # searches without patience
 GIVE_UP = {True: 0.5, False: 0.02}  # chance to give up after a chain that missed: hasty, patient
 MAX_RESPONSE = 720  # tokens; longer searches are cut
 PAD, EOS, START, HIT, MISS = "<pad>", "<eos>", "make", "yes", "no"
-WORDS = [
-    PAD,
-    EOS,
-    START,
-    "from",
-    ":",
-    "+",
-    "-",
-    "*",
-    "/",
-    "=",
-    HIT,
-    MISS,
-    ANSWER,
-    "(",
-    ")",
-    *map(str, range(MAX_VALUE + 1)),
-]
+WORDS = [PAD, EOS, START, "from", ":", *"+-*/=", HIT, MISS, ANSWER, *"()", *map(str, range(MAX_VALUE + 1))]
 
 
 @dataclass(frozen=True)
