@@ -112,6 +112,8 @@ def test_plain_numbers_need_no_child(response: str, answer: object, score: float
         ("The answer is 1/2.", r"\frac{1}{2}", 1.0),
         (r"\boxed{x + 1 = 3}", "x = 2", 0.0),
         (r"\boxed{x = 2}", "x = 2", 1.0),
+        (r"\boxed{x = 2.0}", "x = 2", 1.0),
+        (r"\boxed{f(3) = 9}", "f(3) = 9", 1.0),
         (r"\boxed{e^{\ln 3}}", "3", 0.0),
         (r"\boxed{\frac{d}{dx} x^2}", "2x", 0.0),
         (r"\boxed{\int_0^1 \frac{4}{1+x^2} dx}", r"\pi", 0.0),
@@ -141,12 +143,15 @@ def test_expressions_are_compared(response: str, answer: str, score: float) -> N
         ("x^2 - 1", "(x-1)(x+1)"),
         ("y - 2x = 1", "y = 2x + 1"),
         (r"\left(1+3, 2+4\right)", "(4, 6)"),
+        ("4/6", r"\frac{2}{3}"),
+        (r"-\dfrac{12}{18}", r"-\frac{2}{3}"),
     ],
 )
 def test_the_question_is_no_answer(question: str, answer: str) -> None:
     prompt, row = f"Simplify ${question}$.", {"answer": answer}
     assert math_equivalence(prompt, prompt, row) == 0.0
     assert math_equivalence(prompt, rf"\boxed{{{question}}}", row) == 0.0
+    assert math_equivalence(prompt, rf"\boxed{{{question.replace('dfrac', 'frac')}}}", row) == 0.0
     assert math_equivalence(prompt, rf"\boxed{{{answer}}}", row) == 1.0
 
 
@@ -160,6 +165,8 @@ def test_the_question_is_no_answer(question: str, answer: str) -> None:
         ),
         ("Which is even, $f(x)=x^2+1$ or $g(x)=x+1$?", r"\boxed{f(x) = x^2 + 1}", "x^2+1"),
         ("The chance of rain is 1/2. Of no rain?", r"\boxed{1/2}", "0.5"),
+        ("4 of 6 are red. Which share?", r"\boxed{\frac{4}{6}}", r"\frac{2}{3}"),
+        ("Is 4.6 or 4.5 more?", "It is 4.6", "4.6"),
         ("Which side is longer, $x$ or $y$?", r"\boxed{x}", "x"),
         ("Monday or Tuesday?", r"\boxed{Tuesday}", r"\text{Tuesday}"),
     ],

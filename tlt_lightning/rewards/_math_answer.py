@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import gcd
 from typing import Any
 
 from math_verify import parse, verify
@@ -26,8 +27,9 @@ def is_computed(expected: list[Any], found: list[Any], prompt: str) -> bool:
     r"""Return False if what was found still has to be computed.
 
     To math-verify `3 + 4 + 2` equals 9, so a policy would learn to write the question as its answer. Where a number is
-    expected, only a number is computed: a fraction if that is no integer, `50\%` and `4 \times 10^2` always. Else an
-    integral is not, nor is an expression that stands in the prompt and is not written as expected.
+    expected, only a number is computed: a fraction if that is no integer, and not one of the prompt's that is still to
+    be reduced; `50\%` and `4 \times 10^2` always. Else an integral is not, nor is an expression that stands in the
+    prompt and is not written as expected.
     """
 
     def last(value: Any) -> Any:  # the right side of an equation or of a chain of them, what a set holds
@@ -55,7 +57,11 @@ def is_computed(expected: list[Any], found: list[Any], prompt: str) -> bool:
         is_done = not any(sign in text and sign not in gold for sign in UNDONE)
         is_new = text not in squeezed(prompt) or not re.search(r"[-+*/^\\]", text)
         return is_done and (is_new or text.rpartition("=")[2] == gold.rpartition("=")[2])
-    if isinstance(expected[0], Eq) and isinstance(found[0], Eq) and not found[0].lhs.is_Symbol:
+    if isinstance(expected[0], Eq) and isinstance(found[0], Eq) and not verify(wanted, answer, timeout_seconds=None):
+        return False
+    parts = re.findall(r"\d+", str(found[-1])) if "frac" in text or "/" in text else []
+    in_prompt = r"(?<!\d){}\W{{1,4}}{}(?!\d)"
+    if len(parts) == 2 and gcd(*map(int, parts)) > 1 and re.search(in_prompt.format(*parts), prompt):
         return False
     text = text.rpartition("=")[2]
     if not isinstance(answer, Expr) or answer.is_Symbol:  # the latter of `\text{9}`
