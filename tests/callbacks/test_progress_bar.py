@@ -9,9 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from rich.console import Console
+from rich.file_proxy import FileProxy
 
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer, progress
-from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
+from tlt_lightning.callbacks.progress_bar import RolloutProgressBar, say
 
 
 def make_rollouts(iteration: int) -> list[Any]:
@@ -50,6 +52,19 @@ def test_lightning_s_bar_counts_iterations_as_the_lines_do(tmp_path: Path, monke
     trainer = make_trainer(tmp_path, [RolloutProgressBar(), RichProgressBar()], enable_progress_bar=True, max_epochs=2)
     trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
     assert trainer.progress_bar_callback.train_progress_bar.description == "iteration 2/2"
+
+
+class Notebook(io.StringIO):
+    def write(self, text: str) -> int:
+        sys.stdout.flush()  # as a kernel does before it displays anything
+        return super().write(text)
+
+
+def test_several_lines_are_said_in_a_notebook_with_lightning_s_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Notebook()
+    monkeypatch.setattr(sys, "stdout", FileProxy(Console(file=notebook), notebook))
+    say("run finished\n  report")
+    assert notebook.getvalue() == "run finished\n  report\n"
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])

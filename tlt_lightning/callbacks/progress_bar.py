@@ -30,7 +30,7 @@ from tlt_lightning.rollout import Rollout
 
 def say(text: str) -> None:
     """Print `text` to standard output without breaking a bar that is being drawn there."""
-    tqdm.write(text, file=sys.stdout)
+    tqdm.write(f"{text}\n", file=sys.stdout, end="")  # in one piece: Rich's bar in a notebook flushes what is left
 
 
 class _StandardError:
