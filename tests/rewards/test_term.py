@@ -62,6 +62,36 @@ def parse(text: str) -> list[RewardTerm]:
     return parser.instantiate_classes(again).terms
 
 
+class Scale:
+    def __init__(self, factor: float) -> None: ...
+
+    def __call__(self, prompt: str, completion: str, row: dict[str, Any]) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "takes"),
+    [
+        (lambda prompt, response: 0.0, "prompt, response"),
+        (lambda response, prompt, row: 0.0, "response, prompt, row"),
+        (lambda prompt, row, response: 0.0, "prompt, row, response"),
+        (lambda prompt, response, answer: 0.0, "prompt, response, answer"),
+        (lambda data_source, solution_str, ground_truth: 0.0, "data_source, solution_str, ground_truth"),
+        (lambda *, prompt, response, row: 0.0, "prompt, response, row"),
+        (Scale, "factor"),
+    ],
+)
+def test_a_function_that_cannot_be_called_by_place_is_refused(function: Any, takes: str) -> None:
+    with pytest.raises(TypeError, match=rf"takes \({takes}\), and is called by place with \(prompt, response, row\)"):
+        RewardTerm(function=function)
+
+
+@pytest.mark.parametrize("function", [Scale(2.0), lambda *given: 0.0, lambda a, b, c, d=1: 0.0, max])
+def test_a_function_that_can_be_called_by_place_is_taken_alone(function: Any) -> None:
+    (term,) = as_terms(function)
+    assert term.function is function
+
+
 def test_terms_come_from_yaml() -> None:
     terms = parse(ALL_TERMS)
     names = [

@@ -277,7 +277,7 @@ def last_line(prompt: str, response: str, row: dict) -> float:
     ("reward", "message"),
     [
         (
-            lambda prompt, response, answer: float(response == answer),
+            lambda prompt, response, wanted: float(response == wanted),
             "scores the right response 0.0|is called as",
         ),
         (lambda prompt, response, row: None, "fails on the response '42': .*returned None"),

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any
 
 from tlt_lightning.arguments import checked
@@ -19,6 +18,9 @@ RewardFunction = Callable[[str, str, dict[str, Any]], float | Awaitable[float]]
 
 RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
 """Names under `reward/` that the statistics of the weighted sum have taken."""
+
+PLACES = {"prompt": 0, "response": 1, "completion": 1, "answer": 1, "row": 2, "ground_truth": -1}
+"""Where an argument of this name stands, if a function has one; what a row holds stands nowhere."""
 
 
 @checked()
@@ -49,10 +51,15 @@ class RewardTerm:
             raise ValueError(f"`weight` must be a finite number, got {self.weight}.")
         if not self.name:
             object.__setattr__(self, "name", default_name(self.function))
+        if not (self.takes_lists or self.takes_places()):
+            raise TypeError(
+                f"`function` {self.name} takes ({', '.join(self.arguments)}), and is called by place with (prompt, "
+                "response, row): let it take these, in this order."
+            )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
 
-    @cached_property
+    @property
     def arguments(self) -> Mapping[str, inspect.Parameter]:
         """Arguments of the function by name; none where Python does not know them, as of some builtins."""
         try:
@@ -64,6 +71,14 @@ class RewardTerm:
     def takes_lists(self) -> bool:
         """True if the function has TRL's signature."""
         return "completions" in self.arguments
+
+    def takes_places(self) -> bool:
+        """Return False if prompt, response and row cannot be given by place, or would go by each other's names."""
+        try:
+            given = inspect.signature(self.function).bind("", "", {}).arguments
+        except (TypeError, ValueError) as error:
+            return isinstance(error, ValueError)  # of some builtins Python knows no arguments
+        return all(PLACES.get(name, place) == place for place, name in enumerate(given))
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> Any:
         """Return what the function returns of a response; `score_of` reads it.
@@ -107,8 +122,9 @@ def ends_in(value: Any, prompt: str) -> bool:
 
 
 def as_terms(rewards: Any) -> list[RewardTerm]:
-    """Return rewards as terms; raise ValueError if two have one name."""
-    terms = [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in rewards or ()]
+    """Return rewards, or the only one, as terms; raise ValueError if two have one name."""
+    given = [rewards] if callable(rewards) else rewards or ()
+    terms = [reward if isinstance(reward, RewardTerm) else RewardTerm(function=reward) for reward in given]
     for name, count in Counter(term.name for term in terms).most_common(1):
         if count > 1:
             raise ValueError(f"`rewards` holds {count} of the name {name!r}, under which each is logged; set `name`.")
