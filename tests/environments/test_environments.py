@@ -72,6 +72,23 @@ def test_what_is_no_environment_is_refused(made_by: Any, message: str) -> None:
         Environments(made_by)
 
 
+class OneColumn:
+    def reset(self, answer: int) -> None: ...
+
+
+class NoColumns:
+    def reset(self) -> None: ...
+
+
+@pytest.mark.parametrize("made_by", [OneColumn, NoColumns])
+def test_a_reset_that_does_not_take_a_row_is_refused_before_a_rollout(made_by: Any) -> None:
+    Environments(Tools).check_reset({"prompt": "1", "answer": 1})
+    with pytest.raises(
+        TypeError, match="columns of a row, prompt, answer: got an unexpected keyword argument 'prompt'"
+    ):
+        Environments(made_by).check_reset({"prompt": "1", "answer": 1})
+
+
 def test_an_environment_that_cannot_be_copied_is_named() -> None:
     environment: Any = Tools()
     environment.lock = threading.Lock()

@@ -166,13 +166,26 @@ def test_a_run_that_was_saved_between_iterations_goes_on_to_the_bit(
 
 
 class Demanding(Counting):
-    def reset(self, missing: str, **row: Any) -> None:
-        super().reset()
+    def reset(self, missing: str = "", **row: Any) -> None:
+        row[missing]
 
 
 def test_an_environment_that_fails_in_every_conversation_ends_the_run(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     data = make_data(prompts_path, **settings(environment=Demanding))
-    with pytest.raises(RuntimeError, match=r"`Demanding` failed in all of the last \d+ conversations\. .*missing"):
+    with pytest.raises(RuntimeError, match=r"`Demanding` failed in all of the last \d+ conversations\. .*KeyError"):
+        make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
+
+
+class Strict(Counting):
+    def reset(self, missing: str, **row: Any) -> None: ...
+
+
+def test_a_reset_that_does_not_take_the_data_is_refused_before_the_engine_loads(
+    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data(prompts_path, **settings(environment=Strict))
+    monkeypatch.setattr(data.engine, "setup", None)
+    with pytest.raises(TypeError, match=r"`environment.reset` is called with the columns .*missing"):
         make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)

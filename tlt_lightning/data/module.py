@@ -288,6 +288,8 @@ class RolloutDataModule(PolicyDataModule):
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, turns=turns, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
+        if self._environments is not None:
+            self._environments.check_reset(prompts[0].row)
         if name == "val":
             check_held_out(self._trainer, len(prompts))
         if name == "train":

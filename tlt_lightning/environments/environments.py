@@ -54,6 +54,16 @@ class Environments:
             }
         self._idle = [first]
 
+    def check_reset(self, row: dict[str, Any]) -> None:
+        """Raise TypeError unless `reset` takes the columns of a row."""
+        try:
+            inspect.signature(self._idle[-1].reset).bind(**row)
+        except TypeError as error:
+            raise TypeError(
+                f"`environment.reset` is called with the columns of a row, {', '.join(row)}: {error}. Name those that "
+                "you need, and let `**row` take the others."
+            ) from error
+
     def take(self) -> Any:
         """Return an environment that nobody uses, to be reset."""
         return self._idle.pop() if self._idle else self._make()
@@ -72,6 +82,7 @@ def _schema(method: Callable[..., Any]) -> dict[str, Any]:
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise TypeError(
             f"`environment.{method.__name__}` is public, so a tool, and cannot be described to the policy: {error} "
-            "Write its docstring with `Args:`, or begin its name with an underscore."
+            "Write its docstring with `Args:`, or begin its name with an underscore. A game in words has "
+            "`step(self, text)`."
         ) from error
     return schema
