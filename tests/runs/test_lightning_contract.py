@@ -12,7 +12,13 @@ import pytest
 import torch
 import yaml
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
@@ -143,6 +149,7 @@ def test_checkpoints_are_named_by_metrics_of_the_iteration(paths: Paths) -> None
             {"accumulate_grad_batches": 3},
             r"`Trainer\(accumulate_grad_batches=3\)` would put .*`data\.num_minibatches`",
         ),
+        ({"callback": GradientAccumulationScheduler({0: 1, 4: 2})}, "changes `accumulate_grad_batches`"),
         ({"callback": StochasticWeightAveraging(1e-3)}, "use `EMAWeightAveraging`"),
         ({"callback": ModelCheckpoint(every_n_train_steps=2)}, r"every_n_train_steps=2.*`every_n_epochs`"),
         ({"callback": ModelCheckpoint(train_time_interval=timedelta(1))}, r"train_time_interval.*`every_n_epochs`"),

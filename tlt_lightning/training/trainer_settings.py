@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
@@ -87,6 +88,7 @@ _TUNER = (
 UNFIT: dict[type[L.Callback], str] = {
     BaseFinetuning: "freezes layers before the policy is loaded; freeze them in `on_fit_start` of a callback of your "
     "own, as `pl_module.policy.get_input_embeddings().requires_grad_(False)` does, or train adapters (`model.lora`).",
+    GradientAccumulationScheduler: "changes `accumulate_grad_batches`, which is 1 here; drop the callback.",
     ModelPruning: "renames the weights that it prunes, and the engine would not find them; drop the callback.",
     StochasticWeightAveraging: "copies the module before the policy is loaded and would average nothing; use "
     "`EMAWeightAveraging`, which averages the policy's weights.",
