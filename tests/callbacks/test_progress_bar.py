@@ -45,6 +45,10 @@ def test_accuracy_before_training_says_of_how_many_prompts_it_is(
     trainer = make_trainer(tmp_path, [RolloutProgressBar()], num_sanity_val_steps=2, max_epochs=1)
     trainer.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts))
     assert capsys.readouterr().out.startswith("before training  val/accuracy 0.200  (2 of 3 held-out prompts)\n")
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    resumed = make_trainer(tmp_path, [RolloutProgressBar()], num_sanity_val_steps=3, max_epochs=2)
+    resumed.fit(LoggingModule(), datamodule=RolloutLoop(make_rollouts), ckpt_path=tmp_path / "one.ckpt")
+    assert capsys.readouterr().out.startswith("before going on  val/accuracy 0.200\niteration 2/2")
 
 
 def test_lightning_s_bar_counts_iterations_as_the_lines_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

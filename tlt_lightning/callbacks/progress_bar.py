@@ -113,7 +113,8 @@ class RolloutProgressBar(RolloutCallback):
         values = [f"{n} {float(v):.3f}" for n, v in trainer.callback_metrics.items() if n.startswith("val/")]
         seen, known = (int(sum(counts)) for counts in (trainer.num_sanity_val_batches, trainer.num_val_batches))
         if values and trainer.is_global_zero:
-            say(f"before training  {'  '.join(values)}{f'  ({seen} of {known} held-out prompts)' * (seen < known)}")
+            when = "before training" if trainer.ckpt_path is None else "before going on"
+            say(f"{when}  {'  '.join(values)}{f'  ({seen} of {known} held-out prompts)' * (seen < known)}")
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
