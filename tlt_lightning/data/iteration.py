@@ -180,10 +180,7 @@ class PolicyIteration:
         if not any(lacking):
             return None
         return RolloutDemand(
-            wanted=missing,
-            iteration=self.trainer.current_epoch,
-            is_first=number == 0,
-            least_deferred=min(num_deferred),
+            wanted=missing, iteration=self.trainer.current_epoch, is_first=number == 0, least_deferred=min(num_deferred)
         )
 
     def _roll_out_once(

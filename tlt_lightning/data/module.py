@@ -30,14 +30,7 @@ from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
-from tlt_lightning.data.prompts import (
-    PromptCursor,
-    PromptSource,
-    checksum,
-    first_prompts,
-    load_prompts,
-    turns_of,
-)
+from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts, turns_of
 from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
 from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync

@@ -13,15 +13,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import NotNegative, check_argument
 from tlt_lightning.objectives.advantages import AdvantageEstimator, BestOfGroup, GroupNormalized
 from tlt_lightning.objectives.aggregation import Aggregation, TokenMean, token_mean
-from tlt_lightning.objectives.base import (
-    Advantages,
-    ObjectiveOutput,
-    PolicyObjective,
-    Reduce,
-    fill,
-    require,
-    upcast,
-)
+from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, PolicyObjective, Reduce, fill, require, upcast
 from tlt_lightning.objectives.correction import Level, MismatchCorrection, TruncatedImportance, importance_weights
 from tlt_lightning.objectives.kl import KLPenalty, k3
 from tlt_lightning.objectives.proximal import BehaviourPolicy, OldPolicy, ProximalPolicy

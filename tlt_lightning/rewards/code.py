@@ -55,9 +55,7 @@ class PythonTests:
 
     @checked()
     def __init__(
-        self,
-        time_limit: Positive = 5.0,
-        memory_mb: Annotated[int, Bound(64), "Python itself takes that."] = 1024,
+        self, time_limit: Positive = 5.0, memory_mb: Annotated[int, Bound(64), "Python itself takes that."] = 1024
     ) -> None:
         self.time_limit = time_limit
         self.memory_mb = memory_mb

@@ -64,11 +64,7 @@ class WarmupCosine(LRScheduler):
 
 
 def with_schedule(
-    optimizer: Optimizer,
-    build: LRSchedulerCallable | None,
-    num_steps: float | None = None,
-    *,
-    validates_every: int = 1,
+    optimizer: Optimizer, build: LRSchedulerCallable | None, num_steps: float | None = None, *, validates_every: int = 1
 ) -> Any:
     """Return the optimizer and a scheduler that moves once a step, as Lightning wants them.
 

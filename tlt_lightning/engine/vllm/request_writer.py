@@ -71,11 +71,7 @@ class RequestWriter:
         self.pool.stop(self.ids & {*ids})
 
     def steps(
-        self,
-        requests: Sequence[Request],
-        params: Callable[[Request], SamplingParams],
-        seed: int,
-        policy_version: int,
+        self, requests: Sequence[Request], params: Callable[[Request], SamplingParams], seed: int, policy_version: int
     ) -> Generator[list[Response], None, None]:
         """Yield the responses of each engine step, and of each stop; meanwhile random numbers are the caller's.
 

@@ -150,11 +150,7 @@ class StepTimeModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned."""
-        return {
-            "scale": self.scale,
-            "weights": self._weights.tolist(),
-            "covariance": self._covariance.tolist(),
-        }
+        return {"scale": self.scale, "weights": self._weights.tolist(), "covariance": self._covariance.tolist()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` saved."""
