@@ -86,6 +86,17 @@ def test_what_fails_is_an_error_and_the_next_is_answered(make, text: str, messag
     assert asked.ask("1 + 1") == 2
 
 
+@pytest.mark.parametrize("text", ["1/0", "os._exit(0)", "time.sleep(9)"])
+def test_an_error_that_is_kept_keeps_no_child(make, monkeypatch, text: str) -> None:
+    asked = make()
+    asked.ask("1")
+    (child,) = asked.idle
+    monkeypatch.setattr(children, "TIME_LIMIT", 0.5)
+    with pytest.raises((RuntimeError, TimeoutError)):
+        asked.ask(text)
+    assert child.closed
+
+
 def test_a_child_that_was_killed_while_idle_is_an_error_once(make) -> None:
     asked = make()
     asked.ask("1")

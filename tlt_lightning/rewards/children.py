@@ -77,13 +77,14 @@ class Children:
             child.send((TIME_LIMIT, *arguments))
             if child.poll(2 * TIME_LIMIT):
                 reply = child.recv_bytes()
-        if reply is None and time.monotonic() - started >= TIME_LIMIT:
-            raise TimeoutError(f"No answer within {TIME_LIMIT} s.")
+        is_late = reply is None and time.monotonic() - started >= TIME_LIMIT
         value, error, is_spent = json.loads(reply or '[null, "The child process ended.", false]')
-        if not (error or is_spent):
+        if error or is_spent:
+            child.close()  # by which it ends; an error that is kept would keep it
+        else:
             self.idle.append(child)
         if error:
-            raise RuntimeError(error)
+            raise TimeoutError(f"No answer within {TIME_LIMIT} s.") if is_late else RuntimeError(error)
         return value
 
     def _fork(self) -> Connection:
