@@ -98,7 +98,7 @@ def checked(prefix: str = "") -> Callable[[T], T]:
 def check_argument(name: str, value: object, hint: Any) -> None:
     """Raise TypeError or ValueError unless the value of argument `name` is what the annotation `hint` allows."""
     kind, notes = _split(hint)
-    options = [_split(option) for option in (get_args(kind) if _is_union(kind) else (kind,))]
+    options = [_split(option) for option in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))]
     remedy = "".join(f" {note}" for note in notes if isinstance(note, str))
     fitting = next((option for option in options if _fits(value, option[0])), None)
     if fitting is None:
@@ -113,10 +113,6 @@ def check_argument(name: str, value: object, hint: Any) -> None:
 def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return an annotation without its notes, and these."""
     return (get_args(hint)[0], hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)
 
 
 def _fits(value: object, kind: Any) -> bool:

@@ -188,7 +188,9 @@ class RolloutDataModule(PolicyDataModule):
         """Read the prompts, and make room for the longest unless there is a limit."""
         self.tokenizer = load_tokenizer(self._module.policy_path)
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
-        self._read_prompts(is_fit=is_fit)
+        self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
+        self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
+        self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
         if self.max_prompt_tokens is None:
             self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
             tokens = self._pass_sizes()[-1]
@@ -262,11 +264,6 @@ class RolloutDataModule(PolicyDataModule):
         if context is not None and self.sampling == Sampling() and 2 * self.sampling.max_tokens > context:
             self.sampling = replace(self.sampling, max_tokens=context // 2)
             self._held_out_sampling = self.val_sampling or self.sampling
-
-    def _read_prompts(self, *, is_fit: bool) -> None:
-        self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
-        self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
-        self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:

@@ -120,9 +120,7 @@ class Backlog:
         groups = [state["deferred"] for state in ranks]
         is_same = len(groups) == world_size
         saved = groups[rank] if is_same else [state for each in groups for state in each][rank::world_size]
-        self.written_in = {}
-        for state in ranks:
-            self.written_in |= state["written_in"]
+        self.written_in = {version: at for state in ranks for version, at in state["written_in"].items()}
         self.deferred = []
         for group in map(unpack, saved):
             responses = group.responses[:group_size]
