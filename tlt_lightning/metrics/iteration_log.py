@@ -152,10 +152,8 @@ class IterationLog:
 
 def combine(ranks: Sequence[Numbers]) -> dict[str, float]:
     """Combine the numbers of all ranks, each by its reduction over the ranks that have it."""
-    parts: dict[str, list[float]] = {}
-    kinds: dict[str, str] = {}
+    found: dict[str, tuple[str, list[float]]] = {}
     for numbers in ranks:
         for name, (kind, value) in numbers.items():
-            parts.setdefault(name, []).append(value)
-            kinds[name] = kind
-    return {name: REDUCTIONS[kinds[name]](parts[name]) for name in sorted(parts)}
+            found.setdefault(name, (kind, []))[1].append(value)
+    return {name: REDUCTIONS[kind](values) for name, (kind, values) in sorted(found.items())}

@@ -88,7 +88,7 @@ class RolloutUnderWay:
                 prompt_ids=prompts[place],
                 group=draw,
                 written=self.responses.get(i),
-                seed=response_seed(draw, member) if has_seeds else None,
+                seed=seed_of(run_seed(), "draw", draw, member) if has_seeds else None,  # whenever and wherever
                 expected_tokens=self.groups[place].expected_tokens,
             )
             requests.append(request)
@@ -137,8 +137,3 @@ class RolloutUnderWay:
                 written = [self.responses.get(i, Response(i, [], [], "unfinished", (-1,))) for i in numbers]
                 waiting.append(replace(group, deferrals=group.deferrals + 1, responses=tuple(written)))
         return waiting
-
-
-def response_seed(draw: int, member: int) -> int:
-    """Return the seed of a response, the same whenever and wherever it is written."""
-    return seed_of(run_seed(), "draw", draw, member)

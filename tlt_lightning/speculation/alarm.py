@@ -38,18 +38,14 @@ class AcceptanceAlarm:
             self._verified -= verified
             self._accepted -= accepted
         if self._verified >= self.window and self._accepted < self.floor * self._verified:
-            self._ring()
-
-    def _ring(self) -> None:
-        self.is_ringing = True
-        self.num_rung += 1
-        log.warning(
-            "The draft head is switched off: %d of its last %d drafts were accepted. Responses still follow "
-            "the policy exactly, only slower. A head that has hardly been trained does that; otherwise it belongs to "
-            "another policy, or it overflows. The next weights are tried again.",
-            self._accepted,
-            self._verified,
-        )
+            self.is_ringing = True
+            self.num_rung += 1
+            log.warning(
+                "The draft head is switched off: %d of its last %d drafts were accepted. Responses still follow the "
+                "policy exactly, only slower. A head that has hardly been trained does that; otherwise it belongs to "
+                "another policy, or it overflows. The next weights are tried again.",
+                *(self._accepted, self._verified),
+            )
 
     def reset(self) -> None:
         """Stop ringing and forget, because the weights of drafter or policy have changed."""

@@ -80,7 +80,6 @@ class _Text:
     group: int
     tokens: Sequence[int]  # prompt and response; grows while it is written
     read: dict[Drafter, int]  # tokens of it that each index holds
-    num_prompt_tokens: int = 0
 
 
 class LookupDrafter:
@@ -92,11 +91,8 @@ class LookupDrafter:
     """
 
     def __init__(self, *, siblings: bool, ngram: bool) -> None:
-        self.indices: dict[Drafter, SuffixIndex] = {}
-        if siblings:
-            self.indices["sibling"] = SuffixIndex()
-        if ngram:
-            self.indices["ngram"] = SuffixIndex()
+        is_on: dict[Drafter, bool] = {"sibling": siblings, "ngram": ngram}
+        self.indices = {drafter: SuffixIndex() for drafter in is_on if is_on[drafter]}
         self.scores = LookupScores()
         self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its responses
         self._members: dict[int, list[_Text]] = {}  # of a group, as far as they run or are not read to their end
@@ -121,7 +117,7 @@ class LookupDrafter:
             drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - MATCH_LENGTHS[0])
             for drafter in self.indices
         }
-        text = self._texts[request_id] = _Text(request_id, group, tokens, read, len(prompt))
+        text = self._texts[request_id] = _Text(request_id, group, tokens, read)
         if "sibling" in self.indices:
             self._members.setdefault(group, []).append(text)
 

@@ -67,7 +67,9 @@ class KVCatchUp:
             rows: Where in `last_ids` each request's token is, (B,); None if they are in order.
         """
         if not self._hidden.numel():
-            self._allocate(hidden, last_ids, positions)
+            self._hidden = hidden[0].new_empty(self.max_tokens, sum(part.shape[1] for part in hidden))
+            self._next_ids = last_ids.new_empty(self.max_tokens)
+            self._positions = positions.new_empty(self.max_tokens)
         start, end = self._num_tokens, self._num_tokens + len(request_ids)
         torch.cat(list(hidden), dim=-1, out=self._hidden[start:end])
         if rows is None:
@@ -77,12 +79,6 @@ class KVCatchUp:
         self._positions[start:end].copy_(positions)
         self._steps.append(request_ids)
         self._num_tokens = end
-
-    def _allocate(self, hidden: Sequence[Tensor], last_ids: Tensor, positions: Tensor) -> None:
-        width = sum(part.shape[1] for part in hidden)
-        self._hidden = hidden[0].new_empty(self.max_tokens, width)
-        self._next_ids = last_ids.new_empty(self.max_tokens)
-        self._positions = positions.new_empty(self.max_tokens)
 
     def clear(self) -> None:
         """Forget all steps: the requests are gone or are read again from the start."""

@@ -51,10 +51,8 @@ class Quantization:
 
     def quantized_layers(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the names of a policy's layers in 8 bit, given the shapes of the policy's tensors."""
-        return [layer for layer in linear_layers(shapes) if self.weights and not self._keeps(layer)]
-
-    def _keeps(self, layer: str) -> bool:
-        return any(fnmatch(layer, pattern) for pattern in self.layers_in_16_bit)
+        layers = linear_layers(shapes) if self.weights else []
+        return [layer for layer in layers if not any(fnmatch(layer, kept) for kept in self.layers_in_16_bit)]
 
     def engine_args(self) -> dict[str, Any]:
         """Return vLLM's engine arguments."""
