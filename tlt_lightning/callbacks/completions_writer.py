@@ -45,16 +45,7 @@ class CompletionsWriter(BasePredictionWriter):
         self.count = 0
 
     @override
-    def write_on_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        prediction: Any,
-        batch_indices: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
+    def write_on_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, prediction: Any, *_: Any) -> None:
         # A lone surrogate has no bytes; what is written in its place is its escape in JSON.
         with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in prediction)

@@ -129,9 +129,7 @@ class RunGuard(RolloutCallback):
         self._check(trainer)
 
     @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         self._check(trainer)
 
     @override
