@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
-from operator import itemgetter
+from itertools import cycle, islice, zip_longest
 
 import lightning as L
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.engine.probe import check_same_logps
 from tlt_lightning.policy import response_logps
-from tlt_lightning.rollout import Prompt, Request, Rollout, Sampling, collate
+from tlt_lightning.rollout import Prompt, Request, Rollout, Sampling, collate, split_groups
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +86,9 @@ class EngineProbe:
 
 def compared(rollouts: Iterable[Rollout], num_hosts: int) -> list[Rollout]:
     """Return those to the shortest prompts, a second of a group after the first of all: a host writes whole groups."""
-    num_siblings: Counter[int] = Counter()
-    places: list[tuple[int, Rollout]] = []
-    for rollout in sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids)):
-        places.append((num_siblings[rollout.group], rollout))
-        num_siblings[rollout.group] += 1
-    places.sort(key=itemgetter(0))
-    return [rollout for _, rollout in places[: max(NUM_RESPONSES, num_hosts)]]
+    groups = split_groups(sorted(rollouts, key=lambda rollout: len(rollout.prompt.ids)))
+    in_turn = (each for turn in zip_longest(*groups) for each in turn if each is not None)
+    return list(islice(in_turn, max(NUM_RESPONSES, num_hosts)))
 
 
 def _tells(sampling: Sampling) -> bool:
