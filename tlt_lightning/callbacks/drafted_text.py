@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from tlt_lightning.callbacks.report_page import in_five_digits
@@ -51,13 +53,9 @@ def spans(response: Response) -> list[Span]:
         cut += [("", begun, at), (drafter, at, kept), ("" if num_kept == num_drafted else f"-{drafter}", kept, end)]
         begun = end
     cut.append(("", begun, len(response.token_ids)))
-    merged: list[Span] = []
-    for who, first, last in _with_observed(cut, response.observed):
-        if merged and merged[-1][0] == who:
-            merged[-1] = (who, merged[-1][1], last)
-        elif last > first:
-            merged.append((who, first, last))
-    return merged
+    filled = ((who, first, last) for who, first, last in _with_observed(cut, response.observed) if last > first)
+    runs = (list(run) for _, run in groupby(filled, key=itemgetter(0)))
+    return [(run[0][0], run[0][1], run[-1][2]) for run in runs]
 
 
 def _with_observed(cut: Sequence[Span], observed: Sequence[tuple[int, int]]) -> Iterator[Span]:

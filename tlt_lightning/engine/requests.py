@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
@@ -100,12 +102,8 @@ def joined(request: Request, response: Response) -> Response:
 
 def merged(segments: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return `policy_versions` and `version_tokens` of a response whose segments these are, empty ones among them."""
-    found: list[tuple[int, int]] = []
-    for version, count in segments:
-        if found and found[-1][0] == version:
-            found[-1] = (version, found[-1][1] + count)
-        elif count:
-            found.append((version, count))
+    runs = groupby((segment for segment in segments if segment[1]), key=itemgetter(0))
+    found = [(version, sum(count for _, count in run)) for version, run in runs]
     versions, counts = zip(*found or segments[-1:], strict=True)
     return versions, counts if len(counts) > 1 else ()
 
