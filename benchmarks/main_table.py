@@ -4,13 +4,13 @@
     python -m benchmarks main_table --tiny      # on a CPU, to see that it works; no head, no TRL
 
 Each step below is a benchmark of its own, run one after the other in a process of its own with a limit of seconds. A
-step that fails or is cut off leaves its rows out, and the table says so. What is finished is kept: `--steps` runs some
-of them, on another GPU perhaps, beside what earlier commands have left in `--out`. Every ratio is of two arms of one
-process tree on one GPU.
+step that fails or is cut off leaves out what it had not measured, and the table says so. What is finished is kept:
+`--steps` runs some of them, beside what earlier commands have left in `--out`. Every ratio is of two arms of one
+command on one GPU.
 
 - `target`, `pad`: train the 23M policy and its head, pad both to the cost of 7B.
 - `rollout`, `sampled`, `fp8`: plain vLLM, vLLM's own EAGLE-3 with 3 and 5 drafts in every step, ours with greedy
-  drafts, with sampled ones, and these in fp8; as many engines at once as 80 GB hold, plain vLLM among them each time.
+  drafts, with sampled ones, and these in fp8; as many engines at once as 80 GB hold.
 - `iteration`: a GRPO iteration of plain vLLM, of ours, and of TRL with colocated vLLM, on recorded lengths.
 - `cold`: eight iterations of a run that starts without a head, beside plain vLLM.
 """
@@ -66,8 +66,8 @@ def steps_of(out: Path, *, tiny: bool) -> dict[str, Step]:
             "rollout": Step(rollout, 300, "rollout_tiny"),
             "iteration": Step([*iteration, "--natural-arms", "plain", "--seeds", "0"], 300, "end_to_end_tiny"),
         }
-    rollout = ["rollout", "--size", "7b", "--kv-gib", "8", "--repeats", "2", "--parts", "core", "others", "stock"]
-    after = [*rollout, "fp8", "--resume", f"{out}/rollout_7b.json", "--arms", "plain"]
+    rollout = ["rollout", "--size", "7b", "--kv-gib", "7", "--repeats", "2", "--parts", "core", "others", "stock"]
+    after = [*rollout, "fp8", "--resume", f"{out}/rollout_7b.json"]
     target = ["target", "--parts", "policy", "head"]
     runs = ["end_to_end", "--size", "25m", "--draft-sampling", "probabilistic", "--seeds", "0", "--warmup", "1"]
     replay = [*runs, "--modes", "replay", "--lengths", "benchmarks/results/end_to_end_25m.json", "--iterations", "3"]
@@ -75,15 +75,15 @@ def steps_of(out: Path, *, tiny: bool) -> dict[str, Step]:
     return {
         "target": Step([*target, "--seconds", "60", "--head-seconds", "60"], 270, "target"),
         "pad": Step(["pad_to_7b"], 85, "widen"),
-        "rollout": Step([*rollout, "--arms", "plain", STOCK[0], OURS[0]], 230, "rollout_7b"),
-        "sampled": Step([*after, STOCK[1], OURS[1]], 190, "rollout_7b"),
-        "fp8": Step([*after, OURS[2]], 190, "rollout_7b"),
+        "rollout": Step([*rollout, "--seconds", "240", "--arms", "plain", STOCK[0], OURS[0]], 260, "rollout_7b"),
+        "sampled": Step([*after, "--seconds", "150", "--arms", STOCK[1], OURS[1]], 170, "rollout_7b"),
+        "fp8": Step([*after, "--seconds", "130", "--arms", OURS[2]], 150, "rollout_7b"),
         "iteration": Step(
-            [*replay, "--arms", "plain", "frozen", "trl", "--seconds", "385", "--name", "main_iteration"],
-            400,
+            [*replay, "--arms", "plain", "frozen", "trl", "--seconds", "430", "--name", "main_iteration"],
+            445,
             "end_to_end_main_iteration",
         ),
-        "cold": Step([*cold, "--seconds", "410", "--name", "main_cold"], 430, "end_to_end_main_cold"),
+        "cold": Step([*cold, "--seconds", "390", "--name", "main_cold"], 410, "end_to_end_main_cold"),
     }
 
 
@@ -170,7 +170,8 @@ def render(results: dict[str, Any]) -> list[str]:
     lines += table(header, cells)
     seconds = ", ".join(f"{name} {took:.0f}" for name, took in results["seconds"].items())
     lines += [f"Seconds by step: {seconds}.", ""]
-    return lines + [f"- `{name}` {fault}: its rows are missing." for name, fault in results["faults"].items()]
+    faults = results["faults"].items()
+    return lines + [f"- `{name}` {fault}: what it had not measured is missing." for name, fault in faults]
 
 
 def main(arguments: Sequence[str]) -> None:

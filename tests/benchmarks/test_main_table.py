@@ -72,7 +72,7 @@ def test_a_step_that_fails_is_said_below_the_table(tmp_path: Path) -> None:
     assert fault == "ended with status 1"
     record = {"size": "tiny", "command": "python -m benchmarks main_table", "hardware": "2 CPU cores", "note": ""}
     results = {"about": record | {"versions": {}, "seed": 0}, "rows": [], "seconds": {"cold": 1.0}}
-    assert render(results | {"faults": {"cold": fault}})[-1] == "- `cold` ended with status 1: its rows are missing."
+    assert render(results | {"faults": {"cold": fault}})[-1] == "- `cold` ended with status 1: what it had not measured is missing."
 
 
 @pytest.mark.parametrize("tiny", [True, False])
