@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,6 +118,19 @@ def packs_of(
         yield fill_pack([(sequences[piece.sequence], piece) for piece in plan], num_tokens, device)
 
 
+def _copy(rows: Tensor, place: Tensor) -> None:
+    if place.is_cuda:
+        place.copy_(rows)
+    else:  # PyTorch would share the work among threads, and wait 0.1 s for one of them where other programs take a core
+        np.copyto(place.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
+
+
+def _pinned(rows: Tensor) -> Tensor:
+    place = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    _copy(rows, place)
+    return place
+
+
 def fill_pack(
     pieces: Sequence[tuple[PolicyText, Piece]], num_tokens: int, device: torch.device | None = None
 ) -> PackedBatch:
@@ -142,15 +156,15 @@ def fill_pack(
         here, end = slice(end, end + stop - start), end + stop - start
         input_ids[here] = sequence.input_ids[start + 1 : stop + 1]
         next_ids[here] = sequence.input_ids[start + 2 : stop + 2]
-        states[here] = sequence.states[start:stop]
-        last_states[here] = sequence.last_states[start + 1 : stop + 1]
+        _copy(sequence.states[start:stop], states[here])
+        _copy(sequence.last_states[start + 1 : stop + 1], last_states[here])
         document_ids[here] = number
         position_ids[here] = torch.arange(start, stop, device=ids.device)
         loss_mask[here] = position_ids[here] + 1 >= sequence.prompt_length
         for left, entered in sequence.others:  # of two tokens: the one read, and the one to draft
             loss_mask[here] &= (position_ids[here] + 2 < left) | (position_ids[here] + 1 >= entered)
         before = sequence.input_ids[1 : start + 1], sequence.states[:start]
-        contexts.append(Context(*(part.pin_memory() if pins else part for part in before)) if start else None)
+        contexts.append(Context(*(_pinned(part) if pins else part for part in before)) if start else None)
     states[end:], last_states[end:] = 0, 0
     input_ids, next_ids, document_ids, position_ids = ids.to(device, non_blocking=pins)
     return PackedBatch(
