@@ -118,7 +118,9 @@ def rollout_rows(results: dict[str, Any]) -> list[Row]:
     rows = ratio("rollout, vLLM's own EAGLE-3 at its best K", stock, plain, "plain vLLM", model)
     for name in [name for name in seconds if name not in ("plain", *STOCK)]:
         rows += ratio(f"rollout, {name}", seconds[name], plain, "plain vLLM", model)
-    return rows + ratio("rollout, adaptive", seconds.get("adaptive", []), stock, "vLLM's own EAGLE-3", model)
+    for name in OURS[:2]:
+        rows += ratio(f"rollout, {name}", seconds.get(name, []), stock, "vLLM's own EAGLE-3", model)
+    return rows
 
 
 def iteration_rows(results: dict[str, Any]) -> list[Row]:

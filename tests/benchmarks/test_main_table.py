@@ -22,13 +22,16 @@ def iterations(mode: str, arm: str, seconds: list[float]) -> dict[str, Any]:
 
 def test_a_rollout_is_compared_with_plain_and_with_the_better_of_vllm_s_own() -> None:
     measured = runs("replayed", plain=[20.0, 22.0, 21.0], adaptive=[10.0, 10.0, 7.0])
+    measured += runs("replayed", **{"adaptive, sampled drafts": [5.0, 5.0, 5.0]})
     measured += runs("replayed", **{"vLLM K=3": [14.0, 15.0, 14.0], "vLLM K=5": [12.5, 12.0, 13.0]})
     rows = rollout_rows({"about": [{"size": "7b"}], "runs": [*measured, *runs("record", plain=[99.0])]})
     found = {(row.claim, row.baseline): (round(row.value, 3), round(row.low, 3), round(row.high, 3)) for row in rows}
     assert found == {
         ("rollout, vLLM's own EAGLE-3 at its best K", "plain vLLM"): (1.68, 1.6, 1.833),
         ("rollout, adaptive", "plain vLLM"): (2.1, 2.0, 3.0),
+        ("rollout, adaptive, sampled drafts", "plain vLLM"): (4.2, 4.0, 4.4),
         ("rollout, adaptive", "vLLM's own EAGLE-3"): (1.25, 1.2, 1.857),
+        ("rollout, adaptive, sampled drafts", "vLLM's own EAGLE-3"): (2.5, 2.4, 2.6),
     }
     assert {row.repetitions for row in rows} == {3}
 
@@ -72,7 +75,8 @@ def test_a_step_that_fails_is_said_below_the_table(tmp_path: Path) -> None:
     assert fault == "ended with status 1"
     record = {"size": "tiny", "command": "python -m benchmarks main_table", "hardware": "2 CPU cores", "note": ""}
     results = {"about": record | {"versions": {}, "seed": 0}, "rows": [], "seconds": {"cold": 1.0}}
-    assert render(results | {"faults": {"cold": fault}})[-1] == "- `cold` ended with status 1: what it had not measured is missing."
+    said = render(results | {"faults": {"cold": fault}})[-1]
+    assert said == "- `cold` ended with status 1: what it had not measured is missing."
 
 
 @pytest.mark.parametrize("tiny", [True, False])
