@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -13,3 +14,11 @@ def replace(undone: ExitStack, owner: Any, name: str, new: Any) -> None:
     else:
         undone.callback(delattr, owner, name)
     setattr(owner, name, new)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Replace an attribute for the block."""
+    with ExitStack() as undone:
+        replace(undone, owner, name, new)
+        yield

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from tlt_lightning.commands.advice import close_options, lost_name
 from tlt_lightning.guard.checkpoint_io import check_readable
-from tlt_lightning.replacing import replace
+from tlt_lightning.replacing import replaced
 from tlt_lightning.training.resume import iterations_of
 
 
@@ -151,8 +151,7 @@ def _options(parser: LightningArgumentParser) -> set[str]:
     return options
 
 
-@contextmanager
-def settings_of_one_class() -> Iterator[None]:
+def settings_of_one_class() -> AbstractContextManager[None]:
     """Let a class take over what was set of one that it replaces, and not what that had by default.
 
     jsonargparse fills in defaults before it hears of the other class, and keeps all that this one takes, too: RLOO in
@@ -169,9 +168,7 @@ def settings_of_one_class() -> Iterator[None]:
                     before.init_args.pop(name)
         discard(now_parser, before, now)
 
-    with ExitStack() as undone:
-        replace(undone, _typehints, "discard_init_args_on_class_path_change", discard_defaults)
-        yield
+    return replaced(_typehints, "discard_init_args_on_class_path_change", discard_defaults)
 
 
 class _CLI(LightningCLI):

@@ -8,8 +8,8 @@ import pickle
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tlt_lightning.guard.files import PART, part_of, write_whole
 from tlt_lightning.guard.parts import OWN, TOKEN, missing_parts, read_part, remove_lost_parts, remove_parts
 from tlt_lightning.guard.shards import SHARDS, make_whole, put_together
 from tlt_lightning.host_copy import HostCopy
+from tlt_lightning.replacing import replaced
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +54,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         self._is_behind = False
         self._deadline = 0.0  # until when shards of other ranks may come
 
-    @contextmanager
-    def behind(self) -> Iterator[None]:
+    def behind(self) -> AbstractContextManager[None]:
         """Let a thread write what is saved meanwhile."""
-        self._is_behind = True
-        try:
-            yield
-        finally:
-            self._is_behind = False
+        return replaced(self, "_is_behind", True)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written, without waiting for one under way."""

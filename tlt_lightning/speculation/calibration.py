@@ -142,16 +142,13 @@ def measure_steps(
     measured: list[MeasuredStep] = []
     for size in sizes:
         selector.batch_size = size
-        steps = decode(size)
-        try:
+        with closing(decode(size)) as steps:
             if not measured:  # the machine's first steps are slow
                 selector.time_steps(OFF, steps, deadline - MAX_SECONDS / 2)
                 selector.time_steps(arms(size)[-1], steps, deadline - MAX_SECONDS / 2)
             if size == sizes[0]:
                 deadline = time.perf_counter() + MAX_SECONDS  # all of it for what is measured
             found = _measure_batch(selector, steps, size, arms(size), deadline)
-        finally:
-            steps.close()
         measured += found
         is_too_large = not found and size > sizes[0]
         if is_too_large or time.perf_counter() > deadline:

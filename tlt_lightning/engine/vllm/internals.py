@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from tlt_lightning.engine.installed import installed
-from tlt_lightning.replacing import replace
+from tlt_lightning.replacing import replaced
 
 if TYPE_CHECKING:
     from vllm import EngineArgs
@@ -88,12 +88,10 @@ def drain(engine: LLMEngine) -> list[Any]:
     """End the step under way of an asynchronous engine, and begin none; return vLLM's outputs."""
     scheduler: Any = live_scheduler(engine)
     under_way, outputs = reach(engine, "engine_core.engine_core.batch_queue"), []
-    scheduler.has_requests = lambda: False  # so that vLLM waits for what is under way, instead of scheduling more
-    try:
+    # So that vLLM waits for what is under way, instead of scheduling more.
+    with replaced(scheduler, "has_requests", lambda: False):
         while under_way:
             outputs += engine.step()
-    finally:
-        del scheduler.has_requests
     return outputs
 
 
@@ -176,9 +174,7 @@ def _process_group_kept(is_kept: bool) -> Iterator[None]:
     """Let vLLM destroy its own parallel groups; with `is_kept` not the default one, whose maker it does not ask."""
     from vllm.distributed import parallel_state
 
-    with ExitStack() as undone:
-        if is_kept:
-            replace(undone, parallel_state, "destroy_distributed_environment", lambda: None)
+    with replaced(parallel_state, "destroy_distributed_environment", lambda: None) if is_kept else nullcontext():
         yield
     if is_kept:
         parallel_state._WORLD = None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -16,6 +15,7 @@ from torch import Tensor
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
+from tlt_lightning.replacing import replaced
 from tlt_lightning.rollout import Request, VerifiedDraft
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.calibration import (
@@ -120,7 +120,7 @@ class SpeculativeRunner(ABC):
             alarm=AcceptanceAlarm(window=sys.maxsize),  # random texts are not what the head was trained on
             engine_ranks=engine_ranks,
         )
-        with self._steered_by(controller):
+        with replaced(self, "controller", controller):  # whose counts, alarm and look-ups are its own
             if engine_ranks.is_first:
                 sizes = batch_sizes(num_requests, max_num_seqs)
                 steps = measure_steps(selector, lead_measuring(decode, engine_ranks), learner.arms, sizes)
@@ -129,15 +129,6 @@ class SpeculativeRunner(ABC):
                 follow_measuring(decode, engine_ranks)
         if steps := engine_ranks.decide(lambda: steps):
             learner.calibrate(steps)
-
-    @contextmanager
-    def _steered_by(self, controller: StrategyController) -> Iterator[None]:
-        """Let another controller choose in the block; its counts, alarm and look-ups are its own."""
-        usual, self.controller = self.controller, controller
-        try:
-            yield
-        finally:
-            self.controller = usual
 
     def begin_rollout(self) -> None:
         """Start the counts of a new rollout."""

@@ -15,6 +15,7 @@ import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
 from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.replacing import replaced
 
 MIN_SPLITS = 4
 """Splits that even a full batch keeps: one context may be far longer than the others."""
@@ -30,15 +31,13 @@ def with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(build)
     def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        limit = builder.max_num_splits
-        if limit > 0:  # 0: it does not serve graphs
+        splits = builder.max_num_splits
+        if splits > 0:  # 0: it does not serve graphs
             multiprocessors = torch.cuda.get_device_properties(builder.device).multi_processor_count
             useful = useful_splits(common_attn_metadata.num_reqs, builder.num_heads_kv, multiprocessors)
-            builder.max_num_splits = min(limit, useful)
-        try:
+            splits = min(splits, useful)
+        with replaced(builder, "max_num_splits", splits):
             return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        finally:
-            builder.max_num_splits = limit
 
     return built
 
