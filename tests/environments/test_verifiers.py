@@ -128,6 +128,12 @@ def test_an_environment_that_cannot_be_loaded_says_where_to_look(scripted: None)
         VerifiersEnvironment("broken")
 
 
+@pytest.mark.parametrize("arguments", [{"args": ["--level", 1]}, {"python": 3}])
+def test_an_argument_of_another_kind_is_refused_before_anything_starts(scripted: None, arguments: Any) -> None:
+    with pytest.raises(TypeError, match=f"^`{next(iter(arguments))}` must be "):
+        VerifiersEnvironment("scripted", **arguments)
+
+
 def test_the_process_ends_with_the_run(scripted: None) -> None:
     code = (
         "import os; from pathlib import Path; from tlt_lightning.environments import verifiers as v;"

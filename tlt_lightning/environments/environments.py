@@ -44,14 +44,10 @@ class Environments:
         takes = [*inspect.signature(first.step).parameters] if "step" in methods else []
         self.plays_text, self.takes_turns = takes == ["text"], takes == ["turn"]
         """True for a game in words, which has no tools, and for one in messages."""
-        self.tools: dict[str, dict[str, Any]] = {}
+        is_game = self.plays_text or self.takes_turns
+        tools = [name for name in methods if not (is_game or name in NOT_TOOLS or name.startswith("_"))]
+        self.tools: dict[str, dict[str, Any]] = {name: _schema(getattr(first, name)) for name in tools}
         """JSON schemas of the tools, by name."""
-        if not self.plays_text and not self.takes_turns:
-            self.tools = {
-                name: _schema(getattr(first, name))
-                for name in methods
-                if name not in NOT_TOOLS and not name.startswith("_")
-            }
         self._idle = [first]
 
     def check_reset(self, row: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""Let environments of the library `verifiers` play in a process of their own, by the tokens that were sampled."""
+"""Let environments of the library `verifiers` play in a process of their own, by the tokens that were sampled.
 
-from __future__ import annotations
+No `from __future__ import annotations` here: as texts, annotations would check nothing.
+"""
 
 import asyncio
 import json
@@ -49,7 +50,7 @@ class VerifiersEnvironment:
         self._process = _process_of(id, json.dumps(args or {}), python or sys.executable)
         self._process.load()
 
-    def __deepcopy__(self, memo: Any) -> VerifiersEnvironment:
+    def __deepcopy__(self, memo: Any) -> "VerifiersEnvironment":
         self._process.load()  # again, after it has died: not in the time of a conversation
         return copy(self)
 

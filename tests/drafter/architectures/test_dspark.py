@@ -139,6 +139,12 @@ def test_a_machine_without_a_gpu_says_which_head_to_take(
         speculation.check(policy_path, 8)
 
 
+@pytest.mark.parametrize("arguments", [{"block_size": 1}, {"block_size": 65}, {"num_layers": 0}, {"anchors": 1.5}])
+def test_an_argument_out_of_its_bounds_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^`{next(iter(arguments))}` must be "):
+        DSpark(**arguments)
+
+
 def test_a_block_drafts_no_more_than_its_rows(policy_path: str) -> None:
     drafter = DrafterModule(policy_path, architecture=DSpark(block_size=BLOCK))
     drafter.follow_selector(7)

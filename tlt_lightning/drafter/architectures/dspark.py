@@ -4,10 +4,11 @@ A block is a token of the text, the anchor, and masks behind it. Its rows attend
 before the anchor, and to each other (DFlash, Chen et al. 2026, arXiv 2602.06036). To the logits of a mask's row a
 matrix of low rank adds what the token before it says. These are the layers of `speculators`' `DSparkDraftModel`; tests
 compare the two. Its forward draws anchors by waits for the device, and holds the logits of all rows at once.
+
+No `from __future__ import annotations` here: as texts, annotations would check nothing.
 """
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _ROWS = 4096  # of blocks that are drafted together
 
 
+@checked()
+@dataclass(eq=False)
 class DSpark(DraftArchitecture):
     """Drafts a block in one pass, which costs a step less than EAGLE-3 does, and gets fewer tokens accepted.
 
@@ -51,19 +54,16 @@ class DSpark(DraftArchitecture):
     decay = exp(-1 / 4)  # as by default in `speculators`
     learns_in_turn = False
 
-    @checked()
-    def __init__(
-        self,
-        num_layers: Count = 3,
-        block_size: Annotated[int, Bound(2, 64)] = 8,
-        markov_rank: Count = 64,
-        anchors: Count = 512,
-    ) -> None:
-        self.num_layers, self.markov_rank, self.anchors = num_layers, markov_rank, anchors
-        self.most_drafts = block_size - 1
+    num_layers: Count = 3
+    block_size: Annotated[int, Bound(2, 64)] = 8
+    markov_rank: Count = 64
+    anchors: Count = 512
+
+    def __post_init__(self) -> None:
+        self.most_drafts = self.block_size - 1
 
     @override
-    def build(self, settings: HeadSettings, target: PretrainedConfig) -> Head:
+    def build(self, settings: HeadSettings, target: "PretrainedConfig") -> Head:
         from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
         from transformers import Qwen3Config
 
