@@ -370,15 +370,9 @@ class RolloutDataModule(PolicyDataModule):
     @override
     def train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
-        self._iteration = PolicyIteration(
-            self._trainer,
-            self._module,
-            self._collector(self._module.iteration_log, "train"),
-            self._settings,
-            cursor=self.cursor,
-            answer_lengths=self.answer_lengths,
-            backlog=self.backlog,
-        )
+        collector = self._collector(self._module.iteration_log, "train")
+        kept = self.cursor, self.answer_lengths, self.backlog
+        self._iteration = PolicyIteration(self._trainer, self._module, collector, self._settings, *kept)
         yield from self._iteration.minibatches(self.train_prompts)
 
     @property
