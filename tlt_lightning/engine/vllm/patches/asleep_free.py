@@ -13,14 +13,13 @@ import gc
 import logging
 import struct
 from contextlib import suppress
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +28,24 @@ PIECE = 16 * 2**20
 """Bytes that stand in for memory that does not fit."""
 
 
+def _free_awake(free: Any, allocator: Any, pointer: int) -> Any:
+    from vllm.device_allocator.cumem import create_and_map
+
+    data = allocator.pointer_to_data[pointer]
+    if data.is_asleep:
+        fits = torch.cuda.mem_get_info(data.handle[0])[0] > data.handle[1] + PIECE
+        try:
+            (create_and_map if fits else _map_to_one_piece)(data.handle)
+        except RuntimeError as error:  # raised through the caller, which is C, it would keep Python's lock
+            log.warning("The device had no memory to free what a sleeping engine holds (%s).", error)
+        data.is_asleep = False
+    return free(allocator, pointer)
+
+
 def _apply(replace: Replace) -> None:
-    from vllm.device_allocator import cumem
+    from vllm.device_allocator.cumem import CuMemAllocator
 
-    free = cumem.CuMemAllocator._python_free_callback
-
-    @wraps(free)
-    def free_awake(allocator: Any, pointer: int) -> Any:
-        data = allocator.pointer_to_data[pointer]
-        if data.is_asleep:
-            fits = torch.cuda.mem_get_info(data.handle[0])[0] > data.handle[1] + PIECE
-            try:
-                (cumem.create_and_map if fits else _map_to_one_piece)(data.handle)
-            except RuntimeError as error:  # raised through the caller, which is C, it would keep Python's lock
-                log.warning("The device had no memory to free what a sleeping engine holds (%s).", error)
-            data.is_asleep = False
-        return free(allocator, pointer)
-
-    replace(cumem.CuMemAllocator, "_python_free_callback", free_awake)
+    wrap(replace, CuMemAllocator, "_python_free_callback", _free_awake)
 
 
 def _map_to_one_piece(handle: tuple[int, int, int, int]) -> None:

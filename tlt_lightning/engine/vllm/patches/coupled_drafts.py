@@ -15,14 +15,14 @@ vLLM salts the noise of drafts, as its own rejection sampling must, and samples 
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 COUPLED = {"tlt_lightning.coupled_drafts": True}
 """vLLM's `additional_config` of an engine whose drafts are coupled."""
@@ -79,18 +79,12 @@ def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
     from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-    def couple(owner: Any, name: str, coupled: Any) -> None:
-        usual = getattr(owner, name)
+    def sample(coupled: Any, usual: Any, speculator: Any, *args: Any, **kwargs: Any) -> Any:
+        is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
+        return (coupled if is_coupled else usual)(speculator, *args, **kwargs)
 
-        @wraps(usual)
-        def sample(speculator: Any, *args: Any, **kwargs: Any) -> Any:
-            is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
-            return (coupled if is_coupled else usual)(speculator, *args, **kwargs)
-
-        replace(owner, name, sample)
-
-    couple(DraftModelSpeculator, "sample_draft", sample_coupled)
-    couple(DSparkSpeculator, "_sample_logits", sample_block_coupled)
+    wrap(replace, DraftModelSpeculator, "sample_draft", partial(sample, sample_coupled))
+    wrap(replace, DSparkSpeculator, "_sample_logits", partial(sample, sample_block_coupled))
 
 
 PATCH = Patch(

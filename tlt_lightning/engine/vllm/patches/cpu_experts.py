@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+
+
+def _setup_and_pack(setup: Any, method: Any, layer: Any, w13: Any, w2: Any) -> None:
+    is_reload = method.moe_kernel is not None
+    setup(method, layer, w13, w2)
+    if is_reload:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _apply(replace: Replace) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    setup = UnquantizedFusedMoEMethod._setup_kernel
-
-    @wraps(setup)
-    def setup_and_pack(method: Any, layer: Any, w13: Any, w2: Any) -> None:
-        is_reload = method.moe_kernel is not None
-        setup(method, layer, w13, w2)
-        if is_reload:
-            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    replace(UnquantizedFusedMoEMethod, "_setup_kernel", setup_and_pack)
+    wrap(replace, UnquantizedFusedMoEMethod, "_setup_kernel", _setup_and_pack)
 
 
 PATCH = Patch(

@@ -7,23 +7,22 @@ from typing import Any
 import numpy as np
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 
 def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    sample_tokens = GPUModelRunner.sample_tokens
-
-    def without_those_dropped(self: Any, *args: Any, **options: Any) -> Any:
-        generators, dropped = self.input_batch.generators, self.discard_request_mask.np[: self.input_batch.num_reqs]
-        kept = {row: generators.pop(row) for row in np.flatnonzero(dropped).tolist() if row in generators}
+    def without_those_dropped(sample: Any, runner: Any, *args: Any, **options: Any) -> Any:
+        generators = runner.input_batch.generators
+        dropped = np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])
+        kept = {row: generators.pop(row) for row in dropped.tolist() if row in generators}
         try:
-            return sample_tokens(self, *args, **options)
+            return sample(runner, *args, **options)
         finally:
             generators.update(kept)
 
-    replace(GPUModelRunner, "sample_tokens", without_those_dropped)
+    wrap(replace, GPUModelRunner, "sample_tokens", without_those_dropped)
 
 
 PATCH = Patch(

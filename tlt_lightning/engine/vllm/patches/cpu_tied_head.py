@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 
 def _pack_tied_head(model: Any) -> None:
@@ -21,14 +20,11 @@ def _pack_tied_head(model: Any) -> None:
 def _apply(replace: Replace) -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    reload = CPUModelRunner.reload_weights
-
-    @wraps(reload)
-    def reload_weights(runner: Any, *args: Any, **kwargs: Any) -> None:
+    def reload_and_pack(reload: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         reload(runner, *args, **kwargs)
         _pack_tied_head(runner.get_model())
 
-    replace(CPUModelRunner, "reload_weights", reload_weights)
+    wrap(replace, CPUModelRunner, "reload_weights", reload_and_pack)
 
 
 PATCH = Patch(

@@ -12,17 +12,15 @@ from typing import Any
 
 import torch
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 
 def _apply(replace: Replace) -> None:
-    enter = torch.cuda.graph.__enter__
-
-    def enter_without_workspaces(graph: Any) -> None:
+    def enter_without_workspaces(enter: Any, graph: Any) -> None:
         torch._C._cuda_clearCublasWorkspaces()
         enter(graph)
 
-    replace(torch.cuda.graph, "__enter__", enter_without_workspaces)
+    wrap(replace, torch.cuda.graph, "__enter__", enter_without_workspaces)
 
 
 PATCH = Patch(

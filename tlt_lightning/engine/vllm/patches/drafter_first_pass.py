@@ -12,11 +12,10 @@ graph of 160. A plan whose budget left out a graph of the drafter but not the ta
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 
 def keep_first_pass_with_target(runner: Any) -> None:
@@ -47,19 +46,17 @@ def keep_first_pass_with_target(runner: Any) -> None:
     target.dispatch, prefill.dispatch = remembered, matching
 
 
+def _capture_and_pair(capture: Any, runner: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> Any:
+    result = capture(runner, *args, profile_only=profile_only, **kwargs)
+    if not profile_only:  # a rehearsal's managers are thrown away
+        keep_first_pass_with_target(runner)
+    return result
+
+
 def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    capture = GPUModelRunner.capture_model
-
-    @wraps(capture)
-    def capture_and_pair(runner: Any, *args: Any, profile_only: bool = False, **kwargs: Any) -> Any:
-        result = capture(runner, *args, profile_only=profile_only, **kwargs)
-        if not profile_only:  # a rehearsal's managers are thrown away
-            keep_first_pass_with_target(runner)
-        return result
-
-    replace(GPUModelRunner, "capture_model", capture_and_pair)
+    wrap(replace, GPUModelRunner, "capture_model", _capture_and_pair)
 
 
 PATCH = Patch(

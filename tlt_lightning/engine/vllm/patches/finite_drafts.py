@@ -9,10 +9,9 @@ It takes two short kernels a draft, within the CUDA graph where there is one.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 LARGEST = 600.0
 """A logit's bound: over the least temperature, 0.01, float16 still holds it, and its softmax is that of infinity."""
@@ -29,18 +28,11 @@ def _apply(replace: Replace) -> None:
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
     from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-    compute, sample = Eagle3LlamaForCausalLM.compute_logits, DSparkSpeculator._sample_logits
-
-    @wraps(compute)
-    def compute_finite(head: Any, *args: Any, **kwargs: Any) -> Any:
-        return finite(compute(head, *args, **kwargs))
-
-    @wraps(sample)
-    def sample_finite(speculator: Any, logits: Any, *args: Any) -> Any:  # the token before has added to them
+    def sample_finite(sample: Any, speculator: Any, logits: Any, *args: Any) -> Any:  # the token before has added
         return sample(speculator, finite(logits), *args)
 
-    replace(Eagle3LlamaForCausalLM, "compute_logits", compute_finite)
-    replace(DSparkSpeculator, "_sample_logits", sample_finite)
+    wrap(replace, Eagle3LlamaForCausalLM, "compute_logits", lambda compute, *args, **kw: finite(compute(*args, **kw)))
+    wrap(replace, DSparkSpeculator, "_sample_logits", sample_finite)
 
 
 PATCH = Patch(

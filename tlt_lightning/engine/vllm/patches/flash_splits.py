@@ -7,14 +7,12 @@ Only few requests leave multiprocessors idle enough for many splits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 from tlt_lightning.replacing import replaced
 
 MIN_SPLITS = 4
@@ -26,26 +24,22 @@ def useful_splits(num_requests: int, num_kv_heads: int, num_multiprocessors: int
     return max(MIN_SPLITS, -(-2 * num_multiprocessors // (num_requests * num_kv_heads)))
 
 
-def with_fewer_splits(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `build` of FlashAttention's metadata: each batch gets only useful splits."""
-
-    @wraps(build)
-    def built(builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        splits = builder.max_num_splits
-        if splits > 0:  # 0: it does not serve graphs
-            multiprocessors = torch.cuda.get_device_properties(builder.device).multi_processor_count
-            useful = useful_splits(common_attn_metadata.num_reqs, builder.num_heads_kv, multiprocessors)
-            splits = min(splits, useful)
-        with replaced(builder, "max_num_splits", splits):
-            return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
-
-    return built
+def build_with_fewer_splits(
+    build: Any, builder: Any, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Build FlashAttention's metadata of a batch with useful splits alone; stands around the builder's `build`."""
+    splits = builder.max_num_splits
+    if splits > 0:  # 0: it does not serve graphs
+        multiprocessors = torch.cuda.get_device_properties(builder.device).multi_processor_count
+        splits = min(splits, useful_splits(common_attn_metadata.num_reqs, builder.num_heads_kv, multiprocessors))
+    with replaced(builder, "max_num_splits", splits):
+        return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
 
 
 def _apply(replace: Replace) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-    replace(FlashAttentionMetadataBuilder, "build", with_fewer_splits(FlashAttentionMetadataBuilder.build))
+    wrap(replace, FlashAttentionMetadataBuilder, "build", build_with_fewer_splits)
 
 
 PATCH = Patch(

@@ -7,25 +7,21 @@ and would ask for vLLM's configuration. Here the decoration moves to a subclass 
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 
 def _apply(replace: Replace) -> None:
     from vllm.model_executor.models.transformers.base import Base
 
-    init, decorate = Base.__init__, Base._decorate_cls_for_torch_compile
     as_they_were: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
 
-    @wraps(decorate)
-    def decorate_and_remember(model: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+    def decorate_and_remember(decorate: Any, model: Any, cls: type, *args: Any, **kwargs: Any) -> None:
         as_they_were.setdefault(cls, (cls.__bases__, dict(vars(cls))))
         decorate(model, cls, *args, **kwargs)
 
-    @wraps(init)
-    def init_on_a_subclass(model: Any, *args: Any, **kwargs: Any) -> None:
+    def init_on_a_subclass(init: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         as_they_were.clear()
         try:
             init(model, *args, **kwargs)
@@ -35,8 +31,8 @@ def _apply(replace: Replace) -> None:
             if type(module) in decorated:
                 module.__class__ = decorated[type(module)]
 
-    replace(Base, "_decorate_cls_for_torch_compile", decorate_and_remember)
-    replace(Base, "__init__", init_on_a_subclass)
+    wrap(replace, Base, "_decorate_cls_for_torch_compile", decorate_and_remember)
+    wrap(replace, Base, "__init__", init_on_a_subclass)
 
 
 def _give_back(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import SUPPORTED, installed_version
@@ -13,6 +13,17 @@ from tlt_lightning.replacing import replace
 
 Replace = Callable[[Any, str, Any], None]
 """Replaces an attribute of a class or module, until the engine closes."""
+
+
+def wrap(replace: Replace, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method by one that calls `around`, with the usual one before the method's own arguments."""
+    usual = getattr(owner, name)
+
+    @wraps(usual)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(usual, *args, **kwargs)
+
+    replace(owner, name, call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

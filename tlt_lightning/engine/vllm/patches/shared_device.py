@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
 
 _MESSAGE = "Memory usage increased after sleeping."
 
@@ -13,17 +12,14 @@ _MESSAGE = "Memory usage increased after sleeping."
 def _apply(replace: Replace) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    sleep = Worker.sleep
-
-    @wraps(sleep)
-    def sleep_beside_others(worker: Any, level: int = 1) -> None:
+    def sleep_beside_others(sleep: Any, worker: Any, level: int = 1) -> None:
         try:
             sleep(worker, level)
         except AssertionError as error:  # the last thing it does: the engine sleeps already
             if str(error) != _MESSAGE:
                 raise
 
-    replace(Worker, "sleep", sleep_beside_others)
+    wrap(replace, Worker, "sleep", sleep_beside_others)
 
 
 PATCH = Patch(
