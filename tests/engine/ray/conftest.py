@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.support.ranks.rank_processes import with_root
 from tlt_lightning.engine.ray import cluster as clusters
 
 # For processes of Ray: a crowded machine starts slowly, and none of its memory limits is ours. A node that refuses
@@ -26,7 +26,7 @@ STORE = 80 * 2**20
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONPATH")}
-    os.environ.update(SETTINGS, PYTHONPATH=python_path())
+    os.environ.update(SETTINGS, PYTHONPATH=with_root(os.environ)["PYTHONPATH"])
     head = {"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False}
     with clusters._own_signals():
         cluster = Cluster(True, head_node_args=head)
@@ -37,13 +37,6 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
     for name in SETTINGS:
         restore(name, before[name])
-
-
-def python_path() -> str:
-    """Where processes of Ray find this repository first."""
-    root = Path(__file__).parents[3]
-    paths = [str(root / "tests/support/ray/start"), str(root), os.environ.get("PYTHONPATH")]
-    return os.pathsep.join(filter(None, paths))
 
 
 def restore(name: str, value: str | None) -> None:

@@ -217,9 +217,9 @@ def test_what_was_being_written_ends_with_close(failing: RayEngine) -> None:
 
 def test_a_host_that_finds_no_place_ends_the_run(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "check_room", lambda *_: None)  # another run took it since then
-    monkeypatch.setattr(remote_host, "START_SECONDS", 5)
+    monkeypatch.setattr(remote_host, "START_SECONDS", 1)
     engine = RayEngine(FaultyEngine(), gpus_per_engine=1)
-    with pytest.raises(RuntimeError, match=r"Engine 0 has not started in 5 seconds: .* 'num_gpus': 1"):
+    with pytest.raises(RuntimeError, match=r"Engine 0 has not started in 1 seconds: .* 'num_gpus': 1"):
         engine.setup("", max_model_len=32, seed=0)
 
 

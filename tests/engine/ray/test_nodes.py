@@ -1,6 +1,7 @@
 """Engines on other nodes than the trainer's: raylets of this machine, with object stores of their own."""
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,8 @@ import torch
 from ray._private.internal_api import node_stats
 
 from benchmarks.common.cheap_engine import CheapEngine
-from tests.engine.ray.conftest import SETTINGS, STORE, python_path
-from tests.support.ranks.rank_processes import run_ranks, spawned
+from tests.engine.ray.conftest import SETTINGS, STORE
+from tests.support.ranks.rank_processes import run_ranks, spawned, with_root
 from tests.support.ray.nodes import Placed
 from tlt_lightning import RayEngine, Request, Response, Sampling
 from tlt_lightning.engine.ray import cluster as clusters
@@ -62,7 +63,7 @@ class Nodes:
         self.cluster, self.by_id = cluster, dict[str, Any]()
 
     def add(self) -> str:
-        environment = {"PYTHONPATH": python_path()}
+        environment = {"PYTHONPATH": with_root(os.environ)["PYTHONPATH"]}
         with clusters._own_signals():
             node = self.cluster.add_node(num_cpus=3, num_gpus=1, object_store_memory=STORE, env_vars=environment)
         self.by_id[node.node_id] = node
@@ -156,9 +157,9 @@ def test_a_node_that_dies_is_replaced_where_there_is_room_and_else_ends_the_run(
         found.append(response)
     assert texts(found) == in_process(1, asked)
     assert {*nodes_of(engine)} == {*nodes.by_id}
-    monkeypatch.setattr(remote_host, "START_SECONDS", 5)
+    monkeypatch.setattr(remote_host, "START_SECONDS", 1)
     nodes.kill(new)
-    with pytest.raises(RuntimeError, match=r"Engine \d has not started in 5 seconds: .* the loss of a node"):
+    with pytest.raises(RuntimeError, match=r"Engine \d has not started in 1 seconds: .* the loss of a node"):
         texts(engine.generate(asked, SAMPLING, seed=0))
     engine.close()
 
@@ -173,6 +174,5 @@ def test_an_engine_of_two_processes_is_on_one_node(nodes: Nodes, monkeypatch: py
     assert first in nodes.by_id
     engine.close()
     monkeypatch.setattr(clusters, "_ROOM_SECONDS", 1)
-    monkeypatch.setattr(remote_host, "START_SECONDS", 5)
     with pytest.raises(RuntimeError, match=r"each with 5 CPU of one node, .* room: \d of \d+ CPU are free"):
         RayEngine(Placed(num_ranks=5), gpus_per_engine=0).setup("", max_model_len=32, seed=0)

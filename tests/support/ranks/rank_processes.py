@@ -39,7 +39,7 @@ def free_port() -> int:
 
 def with_root(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which Python finds this repository first, and then all that it found before."""
-    paths = [str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(ROOT / "tests/support/start"), str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
