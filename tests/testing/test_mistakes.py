@@ -57,6 +57,7 @@ def advantages(change: Callable[..., Any], base: type = GRPO) -> Any:
             lambda batch, a, returns: (a[:, 0], None),
             "returned advantages tensor.*: return a finite number for each token",
         ),
+        (lambda batch, a, returns: a, "returned tensor.*: return advantages and a critic's targets, or None for these"),
         (lambda batch, a, returns: (None, None), "returned advantages None: return a finite number for each token"),
         (lambda batch, a, returns: (a * torch.nan, None), "returned advantages tensor.*nan.*: return a finite number"),
         (lambda batch, a, returns: (a + 1, None), "returned others than 0 where `batch.response_mask` is 0: multiply"),
@@ -81,6 +82,7 @@ def loss(change: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda batch, out, *_: out.loss, r"returned tensor.*: return `ObjectiveOutput\(loss, metrics\)`"),
         (
             lambda batch, out, logps, h, v: ObjectiveOutput(out.loss - 0.1 * h.mean(), out.metrics),
             "learns from `entropy`",

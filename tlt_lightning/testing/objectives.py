@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.objectives.base import ObjectiveOutput, PolicyObjective
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.surrogates import Surrogate
 from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
@@ -26,7 +26,10 @@ def check_objective(objective: PolicyObjective) -> None:
         is_method = callable(getattr(objective, name))
         assert not is_method, f"{named(objective, name)} is a method, and is read as a value: add `@property`."
     batch, who = _scored_batch(objective), named(objective, "advantages")
-    batch.advantages, batch.returns = _called(objective, "advantages", batch, lambda x: x)
+    found = _called(objective, "advantages", batch, lambda x: x)
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    assert is_pair, f"{who} returned {shown(found)}: return advantages and a critic's targets, or None for these."
+    batch.advantages, batch.returns = found
     mask, targets = batch.response_mask, batch.returns if objective.needs_critic else batch.advantages
     for what, tensor in (("advantages", batch.advantages), ("targets", targets)):
         is_whole = isinstance(tensor, Tensor) and tensor.shape == mask.shape and bool(tensor.isfinite().all())
@@ -110,6 +113,8 @@ def _loss(objective: PolicyObjective, batch: RolloutBatch, rows: Sequence[int], 
     if part.divergence is not None:
         part.divergence = (part.divergence + shift * (1 - part.response_mask)).requires_grad_()
     output = _called(objective, "loss", part, logps, entropy, values)
+    is_output = isinstance(output, ObjectiveOutput)
+    assert is_output, f"{who} returned {shown(output)}: return `ObjectiveOutput(loss, metrics)`."
     metrics = {"loss": output.loss.detach(), **{name: torch.as_tensor(each) for name, each in output.metrics.items()}}
     for name, value in metrics.items():
         is_number = not (value.ndim or value.requires_grad) and bool(value.isfinite())
