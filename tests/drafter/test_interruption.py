@@ -97,7 +97,7 @@ def test_a_signal_saves_the_head_and_the_resumed_warm_up_equals_the_uninterrupte
     assert run.exitcode == (1 if number == signal.SIGINT else 143), said
     last = root / "checkpoints/last.ckpt"
     assert last.resolve().name == "interrupted.ckpt"
-    assert f"after {num_steps} optimizer steps. {last} holds {num_steps} of them and goes on as `--ckpt_path`" in said
+    assert f"after {num_steps} optimizer steps. To go on, give `--ckpt_path` {last}, which holds {num_steps}" in said
     assert not (root / "head").exists()
     run_drafter_cli([*arguments[:-2], "--ckpt_path", str(last)])
     assert head_of(root) == whole[0]

@@ -147,7 +147,7 @@ def test_checkpoints_are_named_by_metrics_of_the_iteration(paths: Paths) -> None
         ({"overfit_batches": 0.01}, r"overfit_batches=0.01\)` leaves none of 9 prompts"),
         (
             {"accumulate_grad_batches": 3},
-            r"`Trainer\(accumulate_grad_batches=3\)` would put .*`data\.num_minibatches`",
+            r"`Trainer\(accumulate_grad_batches=3\)` would merge .*`data\.num_minibatches`",
         ),
         ({"callback": GradientAccumulationScheduler({0: 1, 4: 2})}, "changes `accumulate_grad_batches`"),
         ({"callback": StochasticWeightAveraging(1e-3)}, "use `EMAWeightAveraging`"),

@@ -198,7 +198,7 @@ def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
             trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
 
     for callback in (GradientAccumulationScheduler({0: 1, 1: 3}), Change()):
-        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` would put"):
+        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` would merge"):
             make_trainer(tmp_path, callback).fit(make_module(policy_path), make_data(prompts_path))
 
 

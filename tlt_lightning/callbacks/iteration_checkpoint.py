@@ -100,7 +100,7 @@ class IterationCheckpoint(ModelCheckpoint):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         if self.last_model_path and trainer.is_global_zero:
             log.info(
-                "Interrupted after %d optimizer steps. %s holds %d of them and goes on as `--ckpt_path`.",
+                "Interrupted after %d optimizer steps. To go on, give `--ckpt_path` %s, which holds %d of them.",
                 *(trainer.global_step, self.last_model_path, self._last_global_step_saved),
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tlt_lightning.ranks.liveness import Liveness
 
-NOTE = "\nEnding at the next engine or optimizer step, to write a checkpoint; Ctrl-C again ends at once."
+NOTE = "\nEnding at the next engine or optimizer step; Ctrl-C again ends at once."
 
 
 class Interruption:

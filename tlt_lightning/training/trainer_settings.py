@@ -61,15 +61,15 @@ RULES = (
         "accumulate_grad_batches",
         lambda value: value != 1,
         "1",
-        "would put steps together, and each takes as many passes as it needs by itself",
-        "Set the tokens of a pass with `data.micro_batch_tokens`, and the steps with `data.num_minibatches`, for texts "
-        "with `data.batch_size`.",
+        "would merge optimizer steps, each of which takes as many passes as it needs",
+        "Set the tokens of a pass by `data.micro_batch_tokens`, and the size of a step by `data.num_minibatches`, for "
+        "texts by `data.batch_size`.",
     ),
     Rule(
         "gradient_clip_val",
         lambda value: value is not None and not value >= 0,
         "from 0",
-        "is the largest norm of a gradient, and would turn gradients round",
+        "is the largest norm of a gradient; a negative one would turn gradients round",
         "Use 1.0, or 0 to clip none.",
     ),
     Rule(
