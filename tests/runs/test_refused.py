@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.architectures import save_longrope
@@ -197,9 +196,8 @@ def test_accumulation_by_the_trainer_is_refused_whenever_it_begins(
         def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.accumulate_grad_batches = 1 + 2 * trainer.current_epoch
 
-    for callback in (GradientAccumulationScheduler({0: 1, 1: 3}), Change()):
-        with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` would merge"):
-            make_trainer(tmp_path, callback).fit(make_module(policy_path), make_data(prompts_path))
+    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=3\)` would merge"):
+        make_trainer(tmp_path, Change()).fit(make_module(policy_path), make_data(prompts_path))
 
 
 def test_filters_of_the_distribution_are_warned_of(
