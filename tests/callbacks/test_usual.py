@@ -33,10 +33,10 @@ def test_what_a_trainer_was_not_given_is_brought_unless_it_is_switched_off(
     assert [type(callback) for callback in usual(tmp_path, **settings)] == [WhyNothingIsLearned, *expected]
 
 
-def test_a_prediction_is_written_down_and_not_reported(tmp_path: Path) -> None:
+def test_a_prediction_is_written_down_beside_what_a_checkpoint_of_a_fit_asks_for(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path)
     trainer.state.fn = "predict"  # type: ignore[assignment]
-    assert [type(callback) for callback in usual_callbacks(trainer)][2] is CompletionsWriter
+    assert [type(callback) for callback in usual_callbacks(trainer)][2:4] == [RunReport, CompletionsWriter]
 
 
 def test_they_write_to_the_trainers_folder_or_to_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     """Return the callbacks that a Trainer was neither given nor told to do without, and drop its own checkpoint.
 
     - A `RolloutProgressBar`, unless `enable_progress_bar=False`.
-    - A `RunReport`, in `predict` a `CompletionsWriter`, unless `logger=False`.
+    - A `RunReport`, in `predict` also a `CompletionsWriter`, unless `logger=False`.
     - The gallery's `WhyNothingIsLearned`.
     - An `IterationCheckpoint` in place of Lightning's own checkpoint, unless `enable_checkpointing=False`.
 
@@ -31,7 +31,9 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     if trainer.progress_bar_callback is not None:
         usual.append(RolloutProgressBar())
     if trainer.loggers:
-        usual.append(CompletionsWriter(folder) if trainer.state.fn == "predict" else RunReport(folder))
+        usual.append(RunReport(folder))
+    if trainer.loggers and trainer.state.fn == "predict":
+        usual.append(CompletionsWriter(folder))
     if [vars(each) for each in trainer.checkpoint_callbacks] == [vars(ModelCheckpoint())]:  # the Trainer's own
         given.remove(trainer.checkpoint_callbacks[0])  # which Lightning would do, and say so
         usual.append(IterationCheckpoint(f"{folder}/checkpoints"))
