@@ -39,12 +39,22 @@ def test_transformers_loads_the_trained_policy(
     from transformers import AutoModelForCausalLM
 
     checkpoint, expected = train(policy_path, prompts_path, tmp_path, lora)
-    path = export_policy(str(checkpoint), str(tmp_path / "exported"), dtype="float32")
+    path = export_policy(str(checkpoint), str(tmp_path / "exported"))
     model = AutoModelForCausalLM.from_pretrained(path)
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
     before = AutoModelForCausalLM.from_pretrained(policy_path)
     assert (logits(before) - expected).abs().max() > 1e-2
     assert load_tokenizer(str(path)).decode([13, 5]) == "1 +"
+
+
+@pytest.mark.parametrize("written", ["bfloat16", "float32"])
+def test_weights_keep_the_type_of_the_policy(written: str, policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    policy = shutil.copytree(policy_path, tmp_path / "policy")
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | {"dtype": written}))
+    checkpoint, _ = train(str(policy), prompts_path, tmp_path, None)
+    path = export_policy(str(checkpoint), str(tmp_path / "exported"))
+    assert json.loads((path / "config.json").read_text())["dtype"] == written
 
 
 def test_peft_loads_the_adapter_alone(policy_path: str, prompts_path: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ _PREFIX = "policy."
 def export_policy(
     ckpt_path: str,
     output_dir: str,
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     adapter: bool = False,
     policy: str | None = None,
 ) -> Path:
@@ -39,7 +39,7 @@ def export_policy(
     Args:
         ckpt_path: A checkpoint written by `Trainer.fit`.
         output_dir: Where to write; must be empty or absent.
-        dtype: Type of the written weights.
+        dtype: Type of the written weights; None takes that of the policy that the run began with.
         adapter: For a LoRA run, write the adapter alone (PEFT format) instead of merged weights.
         policy: Where the policy is now that the run began with; None takes the path that the checkpoint remembers.
 
@@ -69,10 +69,10 @@ def export_policy(
         if adapter:
             model.save_pretrained(folder)
         else:
-            _save_merged(model, folder, dtype)
+            _save_merged(model, folder, dtype or _dtype_of(path))
         tokenizer.save_pretrained(folder)
         folder.replace(target)
-    log.info("Wrote %s to %s", "the adapter" if adapter else f"the policy in {dtype}", target)
+    log.info("Wrote %s to %s", "the adapter" if adapter else "the policy", target)
     return target
 
 
@@ -88,6 +88,12 @@ def _trained(path: str, lora: Mapping[str, Any] | None, state: Mapping[str, Any]
             f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}."
         )
     return model
+
+
+def _dtype_of(path: str) -> str:
+    from transformers import AutoConfig
+
+    return str(AutoConfig.from_pretrained(path).dtype or torch.bfloat16).removeprefix("torch.")
 
 
 def _write_as_trained(tokenizer: "PreTrainedTokenizerBase", data: Mapping[str, Any]) -> None:
