@@ -55,6 +55,7 @@ def play(
     return engine, {number: (response, talk) for number, (response, talk) in sorted(talks.items()) if talk is not None}
 
 
+@pytest.mark.slow
 def test_conversations_go_on_from_what_was_sampled_and_break_alone(
     scripted: None, policy_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_process_that_ends_is_said_and_started_again(row: str, code: int, scri
     assert asyncio.run(again.reset(split="train", index=0)) == [{"role": "user", "content": "8 9 ="}]
 
 
+@pytest.mark.slow
 def test_rows_that_take_long_to_read_end_no_process(scripted: None) -> None:
     assert [row["answer"] for row in VerifiersRows("game", {"rows": ["reads"]})] == ["reads"]
 
@@ -134,6 +136,7 @@ def test_an_argument_of_another_kind_is_refused_before_anything_starts(scripted:
         VerifiersEnvironment("scripted", **arguments)
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_run(scripted: None) -> None:
     code = (
         "import os; from pathlib import Path; from tlt_lightning.environments import verifiers as v;"

@@ -73,6 +73,7 @@ def test_a_resumed_run_ends_with_the_same_head(run: Any, tmp_path: Path) -> None
     torch.testing.assert_close(*heads, atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_seconds_of_a_decision_are_the_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = make_callback()
     callback.passes = 0.01
