@@ -1,6 +1,7 @@
 """Arguments are checked by their annotations, at their bounds."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
@@ -122,6 +123,15 @@ def test_a_public_class_that_declares_bounds_checks_them(name: str) -> None:
         return
     is_checked = hasattr(kind.__init__, "__wrapped__") or hasattr(kind, "__post_init__")
     assert is_checked, f"{name} declares {list(bounds)}"
+
+
+def test_no_module_that_checks_arguments_has_annotations_as_texts() -> None:
+    sources = (path.read_text() for path in Path(tlt_lightning.__file__).parent.rglob("*.py"))
+    checking = [source for source in sources if re.search(r"^ *@checked\(", source, re.MULTILINE)]
+    assert len(checking) > 20
+    assert not [
+        source for source in checking if re.search(r"^from __future__ import annotations", source, re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize("kind", [CompletionsWriter, IterationCheckpoint, RunReport])

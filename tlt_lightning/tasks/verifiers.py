@@ -1,6 +1,7 @@
-"""Take the rows of an environment of the library `verifiers`."""
+"""Take the rows of an environment of the library `verifiers`.
 
-from __future__ import annotations
+No `from __future__ import annotations` here: as texts, annotations would check nothing.
+"""
 
 from collections import UserList
 from typing import Any, Literal
