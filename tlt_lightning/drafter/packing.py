@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tlt_lightning.arguments import CountOrZero, check_argument
 from tlt_lightning.hidden_states import PolicyText
+from tlt_lightning.host_copy import copy_alone
 
 PADDING = -1
 PACK_MULTIPLE = 128
@@ -121,13 +121,13 @@ def packs_of(
 def _copy(rows: Tensor, place: Tensor) -> None:
     if place.is_cuda:
         place.copy_(rows)
-    else:  # PyTorch would share the work among threads, and wait 0.1 s for one of them where other programs take a core
-        np.copyto(place.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
+    else:
+        copy_alone(rows, place)
 
 
 def _pinned(rows: Tensor) -> Tensor:
     place = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    _copy(rows, place)
+    copy_alone(rows, place)
     return place
 
 

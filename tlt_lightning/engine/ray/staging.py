@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from tlt_lightning.host_copy import copy_alone
 
 NUM_THREADS = 8
 """Threads that copy; each has one page-locked piece at a time."""
@@ -43,7 +44,7 @@ def staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
 @torch.inference_mode()  # as who asks may be in it
 def _send(piece: Tensor, place: Tensor, stream: torch.cuda.Stream | None) -> None:
     buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=place.is_cuda)[: len(piece)]
-    np.copyto(buffer.numpy(), piece.numpy())  # PyTorch's own copy would start threads for each of these
+    copy_alone(piece, buffer)
     with torch.cuda.stream(stream):
         place.copy_(buffer)  # done when this returns, and the buffer is free
 
