@@ -14,6 +14,7 @@ from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import checked
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, check_readable
 from tlt_lightning.guard.shards import make_whole
+from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import load_policy, load_tokenizer, merged
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def export_policy(
         if adapter:
             model.save_pretrained(folder)
         else:
-            _save_merged(model, folder, dtype or _dtype_of(path))
+            _save_merged(model, folder, dtype or str(read_config(path).dtype or torch.bfloat16).removeprefix("torch."))
         tokenizer.save_pretrained(folder)
         folder.replace(target)
     log.info("Wrote %s to %s", "the adapter" if adapter else "the policy", target)
@@ -88,12 +89,6 @@ def _trained(path: str, lora: Mapping[str, Any] | None, state: Mapping[str, Any]
             f"The checkpoint holds weights that {path!r} has not, among them {result.unexpected_keys[:3]}."
         )
     return model
-
-
-def _dtype_of(path: str) -> str:
-    from transformers import AutoConfig
-
-    return str(AutoConfig.from_pretrained(path).dtype or torch.bfloat16).removeprefix("torch.")
 
 
 def _write_as_trained(tokenizer: "PreTrainedTokenizerBase", data: Mapping[str, Any]) -> None:
