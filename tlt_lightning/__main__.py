@@ -27,7 +27,7 @@ COMMANDS = {
     "recipes": ("starter", "run_recipes"),
     "init": ("starter", "run_init"),
 }
-"""What runs each: a module of `commands/`, and its function."""
+"""Names, by command, the module of `commands/` and the function in it that run it."""
 MEANT = {"train": "fit", "test": "validate", "evaluate": "validate", "generate": "predict"}
 """Commands of other programs, and ours that do the same."""
 

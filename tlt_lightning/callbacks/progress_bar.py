@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 class _StandardError:
-    """Is standard error as it is when something is written: Rich draws bars below what goes to its own."""
+    """Writes to standard error as it is by then: Rich puts its own there, and draws bars below what that gets."""
 
     def write(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr, end="")

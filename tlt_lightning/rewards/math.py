@@ -21,7 +21,7 @@ CURRENCY = r"(?:\\?[$€£¥])?"
 FACTORS = r"\b(?:hundred|thousand|[mb]illion|dozen|half|percent|sqrt|sin|cos|tan|log)\b"
 
 UNIT = rf"(?i:\s*[€£¥°]|(?!.*{FACTORS})\s+[a-z]{{3,}}(?:\s+[a-z]+)*)?"
-"""What may follow a number: words, of which none is a factor."""
+"""Matches the words or the sign that may follow a number, none of them a factor."""
 
 TAIL = 2000
 """Characters at the end of a response in which an answer that is not marked is looked for."""

@@ -20,7 +20,7 @@ RESERVED_NAMES = frozenset({"mean", "std", "zero_std_groups"})
 """Names under `reward/` that the statistics of the weighted sum have taken."""
 
 PLACES = {"prompt": 0, "response": 1, "completion": 1, "answer": 1, "row": 2, "ground_truth": -1}
-"""Where an argument of this name stands, if a function has one; what a row holds stands nowhere."""
+"""Gives the place of a reward's argument by its name; -1 for what is part of a row, and has no place."""
 
 
 @checked()

@@ -24,7 +24,7 @@ Command = Callable[["EngineHost"], bool]
 """Does something with a host between two engine steps; False if it must wait until what is being written has ended."""
 
 Kind = Literal["weights", "drafter"]
-"""Of a snapshot."""
+"""Names what a snapshot holds."""
 
 NOTHING_YET = RolloutProgress(waiting=0, running=0, finished=0, tokens=0, longest=0, elapsed=0.0)
 
