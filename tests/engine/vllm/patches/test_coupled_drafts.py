@@ -2,7 +2,6 @@
 
 import inspect
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from tlt_lightning.engine.vllm.patches import coupled_drafts
-from tlt_lightning.replacing import replace
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +30,7 @@ def test_drafts_share_the_noise_of_verification_where_the_engine_asks_for_it(
     monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
     vllms_own = DraftModelSpeculator.sample_draft
     with ExitStack() as undone:
-        coupled_drafts._apply(partial(replace, undone))
+        coupled_drafts.PATCH.apply(undone)
         assert inspect.signature(DraftModelSpeculator.sample_draft) == inspect.signature(vllms_own)
         ours, theirs = (inspect.signature(each).parameters for each in (coupled_drafts.sample_coupled, vllms_own))
         assert list(ours)[1:] == list(theirs)[1:]

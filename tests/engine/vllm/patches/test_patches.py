@@ -8,9 +8,8 @@ import importlib
 import struct
 import sys
 from contextlib import ExitStack
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +35,13 @@ from tlt_lightning.engine.vllm.patches import (
 )
 from tlt_lightning.engine.vllm.patches.finite_drafts import finite
 from tlt_lightning.engine.vllm.patches.flash_splits import useful_splits
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace
+from tlt_lightning.engine.vllm.patches.patch import Patch
 from tlt_lightning.policy import PolicyWeights, load_policy
-from tlt_lightning.replacing import replace
 from tlt_lightning.rollout import Request, Sampling
 
 
 def named(patch: Patch) -> str:
-    return patch.apply.__module__.rpartition(".")[2]
+    return next(iter(patch.around)).rpartition(".")[2]
 
 
 @pytest.fixture
@@ -72,10 +70,15 @@ def test_vllm_loses_the_temperatures_of_drafts_and_the_repair_does_not(cpu_build
 
 @pytest.mark.vllm
 def test_vllm_compiles_the_rank_of_a_token_and_the_repair_does_not(cpu_build: None) -> None:
-    assert cpu_logprob_compile.PATCH.is_needed()
-    with cpu_logprob_compile.PATCH.applied():
-        assert not cpu_logprob_compile.PATCH.is_needed()
-    assert cpu_logprob_compile.PATCH.is_needed()
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import logprobs
+
+    numbers, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2.0]])
+    with cpu_logprob_compile.PATCH.applied(), torch.compiler.set_stance("fail_on_recompile"):
+        for module in (logprobs, sampler):
+            assert module.batched_count_greater_than(numbers, values).tolist() == [2]
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
+        sampler.batched_count_greater_than(numbers, values)
 
 
 @pytest.mark.vllm
@@ -119,25 +122,16 @@ def test_a_reload_without_repairs_leaves_tied_heads_and_experts_wrong(
 @pytest.mark.vllm
 @pytest.mark.parametrize("patch", PATCHES, ids=named)
 def test_undoing_puts_back_what_was_replaced(patch: Patch) -> None:
-    replaced: list[tuple[Any, str, Any]] = []
-
+    usual = {place: resolve_name(place) for place in patch.around}
     with ExitStack() as undone:
-
-        def noted(owner: Any, name: str, new: Any) -> None:
-            replaced.append((owner, name, getattr(owner, name)))
-            replace(undone, owner, name, new)
-
-        patch.apply(noted)
-        assert replaced
-        assert all(getattr(owner, name) is not old for owner, name, old in replaced)
-    assert all(getattr(owner, name) is old for owner, name, old in replaced)
+        patch.apply(undone)
+        assert usual
+        assert all(resolve_name(place) is not old for place, old in usual.items())
+    assert all(resolve_name(place) is old for place, old in usual.items())
 
 
 def test_a_repair_that_no_longer_fits_says_so() -> None:
-    def reach_into_nothing(replace: Replace) -> None:
-        replace(attrgetter("gone")(internals), "there", None)
-
-    patch = Patch(why="", versions="", is_needed=lambda: True, apply=reach_into_nothing)
+    patch = Patch(why="", versions="", around={f"{internals.__name__}.gone.there": lambda usual: None})
     with pytest.raises(RuntimeError, match=r"'gone'.*supports vLLM >=0\.32\.0"), patch.applied():
         pass
 
@@ -150,9 +144,10 @@ def test_workspaces_are_dropped_right_before_each_capture(monkeypatch: pytest.Mo
     done: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("dropped"), raising=False)
     monkeypatch.setattr(torch.cuda.graph, "__enter__", lambda graph: done.append("captures"))
-    cublas_workspaces.PATCH.apply(monkeypatch.setattr)
-    for _ in range(2):
-        torch.cuda.graph.__enter__(object.__new__(torch.cuda.graph))
+    with ExitStack() as undone:
+        cublas_workspaces.PATCH.apply(undone)
+        for _ in range(2):
+            torch.cuda.graph.__enter__(object.__new__(torch.cuda.graph))
     assert done == ["dropped", "captures"] * 2
 
 
@@ -168,7 +163,7 @@ def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.Monk
     monkeypatch.setattr(cumem, "create_and_map", mapped.append)
     monkeypatch.setattr(asleep_free, "_map_to_one_piece", lambda handle: mapped.append(("one piece", handle)))
     with ExitStack() as undone:  # as `close` undoes it, before what it held is collected
-        asleep_free.PATCH.apply(partial(replace, undone))
+        asleep_free.PATCH.apply(undone)
         allocator = cumem.CuMemAllocator()
     handles = {pointer: (0, 2**21, pointer, 7) for pointer in (1, 2)}
     for pointer, handle in handles.items():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,6 @@ def _free_awake(free: Any, allocator: Any, pointer: int) -> Any:
             log.warning("The device had no memory to free what a sleeping engine holds (%s).", error)
         data.is_asleep = False
     return free(allocator, pointer)
-
-
-def _apply(replace: Replace) -> None:
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    wrap(replace, CuMemAllocator, "_python_free_callback", _free_awake)
 
 
 def _map_to_one_piece(handle: tuple[int, int, int, int]) -> None:
@@ -76,7 +70,7 @@ PATCH = Patch(
     why="Memory that is freed while its engine sleeps is unmapped twice: closing a sleeper breaks the allocator.",
     versions="0.32, CUDA",
     is_needed=lambda: not is_cpu_build() and torch.version.hip is None,
-    apply=_apply,
+    around={"vllm.device_allocator.cumem.CuMemAllocator._python_free_callback": _free_awake},
 )
 
 _lives: bool | None = None

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 COUPLED = {"tlt_lightning.coupled_drafts": True}
 """vLLM's `additional_config` of an engine whose drafts are coupled."""
@@ -75,16 +75,9 @@ def sample_block_coupled(speculator: Any, logits: Any, idx_map: Any, sample_pos:
     )
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
-    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
-
-    def sample(coupled: Any, usual: Any, speculator: Any, *args: Any, **kwargs: Any) -> Any:
-        is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
-        return (coupled if is_coupled else usual)(speculator, *args, **kwargs)
-
-    wrap(replace, DraftModelSpeculator, "sample_draft", partial(sample, sample_coupled))
-    wrap(replace, DSparkSpeculator, "_sample_logits", partial(sample, sample_block_coupled))
+def _sample(coupled: Any, usual: Any, speculator: Any, *args: Any, **kwargs: Any) -> Any:
+    is_coupled = COUPLED.items() <= speculator.vllm_config.additional_config.items()
+    return (coupled if is_coupled else usual)(speculator, *args, **kwargs)
 
 
 PATCH = Patch(
@@ -92,5 +85,10 @@ PATCH = Patch(
     "look-ups have none.",
     versions="0.32, V2 model runner, CUDA",
     is_needed=lambda: not is_cpu_build(),
-    apply=_apply,
+    around={
+        "vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator.sample_draft": partial(_sample, sample_coupled),
+        "vllm.v1.worker.gpu.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": partial(
+            _sample, sample_block_coupled
+        ),
+    },
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 
-def _pack_tied_head(model: Any) -> None:
+def _reload_and_pack(reload: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    reload(runner, *args, **kwargs)
+    model = runner.get_model()
     head = getattr(model, "lm_head", None)
     weight = getattr(head, "weight", None)
     if weight is not None and any(
@@ -17,20 +19,10 @@ def _pack_tied_head(model: Any) -> None:
         reach(head, "quant_method.process_weights_after_loading")(head)
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    def reload_and_pack(reload: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-        reload(runner, *args, **kwargs)
-        _pack_tied_head(runner.get_model())
-
-    wrap(replace, CPUModelRunner, "reload_weights", reload_and_pack)
-
-
 PATCH = Patch(
     why="The CPU build computes logits with a packed copy of the head. Where the head is the embedding, a reload "
     "writes the embedding alone, and logits stay those of the old weights.",
     versions="0.32, CPU build",
     is_needed=is_cpu_build,
-    apply=_apply,
+    around={"vllm.v1.worker.cpu_model_runner.CPUModelRunner.reload_weights": _reload_and_pack},
 )

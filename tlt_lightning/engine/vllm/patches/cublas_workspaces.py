@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 
-def _apply(replace: Replace) -> None:
-    def enter_without_workspaces(enter: Any, graph: Any) -> None:
-        torch._C._cuda_clearCublasWorkspaces()
-        enter(graph)
-
-    wrap(replace, torch.cuda.graph, "__enter__", enter_without_workspaces)
+def _enter_without_workspaces(enter: Any, graph: Any) -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    enter(graph)
 
 
 PATCH = Patch(
@@ -28,5 +25,5 @@ PATCH = Patch(
     "that is no longer theirs.",
     versions="0.32 with torch 2.11 and 2.13, CUDA",
     is_needed=torch.cuda.is_available,
-    apply=_apply,
+    around={"torch.cuda.graph.__enter__": _enter_without_workspaces},
 )

@@ -7,7 +7,7 @@ memory access where a padded request seems to end before it begins.
 
 vLLM 0.32 replays such graphs. With its own table of draft lengths, 153 requests of one draft each find no full graph
 for the target, hidden by a graph of another length, and run piecewise, without padding; the drafter then finds its
-graph of 160. A plan whose budget left out a graph of the drafter but not the target's leads there too.
+graph of 160. A plan with a graph of the target that the drafter has not leads there, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 
 def keep_first_pass_with_target(runner: Any) -> None:
@@ -53,16 +53,10 @@ def _capture_and_pair(capture: Any, runner: Any, *args: Any, profile_only: bool 
     return result
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    wrap(replace, GPUModelRunner, "capture_model", _capture_and_pair)
-
-
 PATCH = Patch(
     why="The drafter's first pass replays CUDA graphs for more requests than the target's pass had: wrong drafts, or "
     "an illegal memory access.",
     versions="0.32, V2 model runner, CUDA",
     is_needed=lambda: not is_cpu_build(),
-    apply=_apply,
+    around={"vllm.v1.worker.gpu.model_runner.GPUModelRunner.capture_model": _capture_and_pair},
 )

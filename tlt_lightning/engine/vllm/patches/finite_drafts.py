@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 LARGEST = 600.0
 """A logit's bound: over the least temperature, 0.01, float16 still holds it, and its softmax is that of infinity."""
@@ -24,20 +24,19 @@ def finite(logits: Any) -> Any:
     return logits.nan_to_num_(nan=0.0, posinf=LARGEST, neginf=-LARGEST).clamp_(-LARGEST, LARGEST)
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
-    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+def _compute_finite(compute: Any, *args: Any, **kwargs: Any) -> Any:
+    return finite(compute(*args, **kwargs))
 
-    def sample_finite(sample: Any, speculator: Any, logits: Any, *args: Any) -> Any:  # the token before has added
-        return sample(speculator, finite(logits), *args)
 
-    wrap(replace, Eagle3LlamaForCausalLM, "compute_logits", lambda compute, *args, **kw: finite(compute(*args, **kw)))
-    wrap(replace, DSparkSpeculator, "_sample_logits", sample_finite)
+def _sample_finite(sample: Any, speculator: Any, logits: Any, *args: Any) -> Any:  # with what the token before adds
+    return sample(speculator, finite(logits), *args)
 
 
 PATCH = Patch(
     why="A head whose logits are not finite, drafting by sampling, writes token 0 into the policy's text.",
     versions="0.32, both model runners",
-    is_needed=lambda: True,
-    apply=_apply,
+    around={
+        "vllm.model_executor.models.llama_eagle3.Eagle3LlamaForCausalLM.compute_logits": _compute_finite,
+        "vllm.v1.worker.gpu.spec_decode.dspark.speculator.DSparkSpeculator._sample_logits": _sample_finite,
+    },
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 from tlt_lightning.replacing import replaced
 
 MIN_SPLITS = 4
@@ -36,16 +36,10 @@ def build_with_fewer_splits(
         return build(builder, common_prefix_len, common_attn_metadata, *args, **kwargs)
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-
-    wrap(replace, FlashAttentionMetadataBuilder, "build", build_with_fewer_splits)
-
-
 PATCH = Patch(
     why="A CUDA graph reserves memory for 32 splits of every context, which batches of more than a few requests "
     "cannot use: hundreds of MB a graph pool.",
     versions="0.32, FlashAttention 3, CUDA",
     is_needed=lambda: not is_cpu_build(),
-    apply=_apply,
+    around={"vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder.build": build_with_fewer_splits},
 )

@@ -9,30 +9,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
+
+_as_they_were: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}  # classes of the model that is being made
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.model_executor.models.transformers.base import Base
+def _decorate_and_remember(decorate: Any, model: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+    _as_they_were.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+    decorate(model, cls, *args, **kwargs)
 
-    as_they_were: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
 
-    def decorate_and_remember(decorate: Any, model: Any, cls: type, *args: Any, **kwargs: Any) -> None:
-        as_they_were.setdefault(cls, (cls.__bases__, dict(vars(cls))))
-        decorate(model, cls, *args, **kwargs)
-
-    def init_on_a_subclass(init: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        as_they_were.clear()
-        try:
-            init(model, *args, **kwargs)
-        finally:
-            decorated = {cls: _give_back(cls, *before) for cls, before in as_they_were.items()}
-        for module in model.modules():
-            if type(module) in decorated:
-                module.__class__ = decorated[type(module)]
-
-    wrap(replace, Base, "_decorate_cls_for_torch_compile", decorate_and_remember)
-    wrap(replace, Base, "__init__", init_on_a_subclass)
+def _init_on_a_subclass(init: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    _as_they_were.clear()
+    try:
+        init(model, *args, **kwargs)
+    finally:
+        decorated = {cls: _give_back(cls, *before) for cls, before in _as_they_were.items()}
+    for module in model.modules():
+        if type(module) in decorated:
+            module.__class__ = decorated[type(module)]
 
 
 def _give_back(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
@@ -52,6 +47,8 @@ PATCH = Patch(
     why="vLLM's Transformers backend decorates the Hugging Face class of a policy in this process, and the trainer's "
     "own model of that class asks for vLLM's configuration: 'Current vLLM config is not set'.",
     versions="0.32",
-    is_needed=lambda: True,
-    apply=_apply,
+    around={
+        "vllm.model_executor.models.transformers.base.Base._decorate_cls_for_torch_compile": _decorate_and_remember,
+        "vllm.model_executor.models.transformers.base.Base.__init__": _init_on_a_subclass,
+    },
 )

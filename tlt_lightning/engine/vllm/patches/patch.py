@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
+from pkgutil import resolve_name
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import SUPPORTED, installed_version
 from tlt_lightning.replacing import replace
-
-Replace = Callable[[Any, str, Any], None]
-"""Replaces an attribute of a class or module, until the engine closes."""
-
-
-def wrap(replace: Replace, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by one that calls `around`, with the usual one before the method's own arguments."""
-    usual = getattr(owner, name)
-
-    @wraps(usual)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(usual, *args, **kwargs)
-
-    replace(owner, name, call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,25 +20,42 @@ class Patch:
     Args:
         why: The fault, and who suffers from it.
         versions: Releases of vLLM in which the fault was seen.
-        is_needed: Tells whether this process has the fault: by trying, where that is cheap, else by the platform.
-        apply: Repairs it for every engine that starts afterwards, by the `Replace` that it is given.
+        is_needed: Tells whether this process has the fault.
+        around: Methods and functions by their dotted names, and what is called in the place of each: with the usual
+            one before its own arguments.
     """
 
     why: str
     versions: str
-    is_needed: Callable[[], bool]
-    apply: Callable[[Replace], None]
+    is_needed: Callable[[], bool] = lambda: True
+    around: Mapping[str, Callable[..., Any]]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Repair the fault inside the block, if this process has the fault."""
         with ExitStack() as undone:
             if self.is_needed():
-                try:
-                    self.apply(partial(replace, undone))
-                except (AttributeError, ImportError) as error:
-                    raise RuntimeError(
-                        f"vLLM {installed_version()} is not built as a repair of it expects ({error}); tlt_lightning "
-                        f"supports vLLM {SUPPORTED}."
-                    ) from error
+                self.apply(undone)
             yield
+
+    def apply(self, undone: ExitStack) -> None:
+        """Repair the fault until `undone` is closed, for every engine that starts meanwhile."""
+        try:
+            for place, around in self.around.items():
+                owner, _, name = place.rpartition(".")
+                _wrap(undone, resolve_name(owner), name, around)
+        except (AttributeError, ImportError) as error:
+            raise RuntimeError(
+                f"vLLM {installed_version()} is not built as a repair of it expects ({error}); tlt_lightning "
+                f"supports vLLM {SUPPORTED}."
+            ) from error
+
+
+def _wrap(undone: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    usual = getattr(owner, name)
+
+    @wraps(usual)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(usual, *args, **kwargs)
+
+    replace(undone, owner, name, call)

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlt_lightning.engine.vllm.patches.patch import Patch, Replace, wrap
+from tlt_lightning.engine.vllm.patches.patch import Patch
 
 _MESSAGE = "Memory usage increased after sleeping."
 
 
-def _apply(replace: Replace) -> None:
-    from vllm.v1.worker.gpu_worker import Worker
-
-    def sleep_beside_others(sleep: Any, worker: Any, level: int = 1) -> None:
-        try:
-            sleep(worker, level)
-        except AssertionError as error:  # the last thing it does: the engine sleeps already
-            if str(error) != _MESSAGE:
-                raise
-
-    wrap(replace, Worker, "sleep", sleep_beside_others)
+def _sleep_beside_others(sleep: Any, worker: Any, level: int = 1) -> None:
+    try:
+        sleep(worker, level)
+    except AssertionError as error:  # the last thing it does: the engine sleeps already
+        if str(error) != _MESSAGE:
+            raise
 
 
 PATCH = Patch(
     why="An engine that has fallen asleep asserts that the device has more free memory than before; on a device that "
     "other programs use too, a run dies of what they took meanwhile.",
     versions="0.32",
-    is_needed=lambda: True,
-    apply=_apply,
+    around={"vllm.v1.worker.gpu_worker.Worker.sleep": _sleep_beside_others},
 )
