@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -13,17 +12,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.model_files import read_config
+from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import load_shapes, load_tokenizer
+from tlt_lightning.rollout import Sampling
 from tlt_lightning.training.followed_metrics import watch_iteration_end
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
 from tlt_lightning.training.networks import NetworkSettings
 from tlt_lightning.training.optimization import check_optimization
 from tlt_lightning.training.trainer_settings import check_settings
-
-if TYPE_CHECKING:
-    from tlt_lightning.objectives.base import PolicyObjective
-    from tlt_lightning.rollout import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import lightning as L
 import torch
@@ -15,15 +15,13 @@ from typing_extensions import override
 
 from tlt_lightning.data.loader import RolloutLoader
 from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.module import RLModule
 from tlt_lightning.ranks.liveness import Liveness
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.training.fsdp2 import largest_counts
 from tlt_lightning.training.micro_batches import cut_alike
 from tlt_lightning.training.networks import Networks
-
-if TYPE_CHECKING:
-    from tlt_lightning.module import RLModule
 
 log = logging.getLogger(__name__)
 

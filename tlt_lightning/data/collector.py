@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 
+from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.environments.conversation import Conversation, check_some_held
@@ -16,6 +17,7 @@ from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.metrics.rollouts import log_conversation, tail_share
+from tlt_lightning.ranks.idle_windows import IdleWindows
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.under_way import RolloutUnderWay
@@ -23,9 +25,6 @@ from tlt_lightning.training.fsdp2 import is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from tlt_lightning.data.engine_probe import EngineProbe
-    from tlt_lightning.ranks.idle_windows import IdleWindows
 
 
 @dataclass(eq=False)

@@ -38,16 +38,19 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from tlt_lightning.data.base import cut_steps
+from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.iteration_settings import IterationSettings
+from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
+from tlt_lightning.module import RLModule
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, collate, has_spread, split_groups
@@ -57,11 +60,6 @@ from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.seeds import iteration_seed
 from tlt_lightning.training.trainer_settings import check_settings
-
-if TYPE_CHECKING:
-    from tlt_lightning.data.collector import RolloutCollector
-    from tlt_lightning.data.prompts import PromptCursor
-    from tlt_lightning.module import RLModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,10 @@ class PolicyIteration:
     """
 
     trainer: L.Trainer
-    module: "RLModule"
-    collector: "RolloutCollector"
+    module: RLModule
+    collector: RolloutCollector
     settings: IterationSettings
-    cursor: "PromptCursor"
+    cursor: PromptCursor
     answer_lengths: AnswerLengths
     backlog: Backlog
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from tlt_lightning.arguments import checked, text_of
-from tlt_lightning.data.formats import A_DAY
+from tlt_lightning.data.formats import A_DAY, Text
 from tlt_lightning.data.rows import Row, RowSource, check_path, complete, cut, plain, read_rows
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.turns import Message, Turns
@@ -24,8 +24,6 @@ from tlt_lightning.rollout import Prompt
 if TYPE_CHECKING:
     from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
-
-    from tlt_lightning.data.formats import Text
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +279,7 @@ def chat_template_of(source: PromptSource, tokenizer: "PreTrainedTokenizerBase")
     return template if use_chat else None
 
 
-def checksum(prompts: "Sequence[Prompt | Text]") -> int:
+def checksum(prompts: Sequence[Prompt | Text]) -> int:
     """Return a number that tells other token ids, or the same in another order, from these."""
     number = 0
     for prompt in prompts:

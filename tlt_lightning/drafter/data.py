@@ -14,6 +14,7 @@ from tlt_lightning.arguments import Bound, CountOrZero, checked, text_of
 from tlt_lightning.data.formats import RowReader, Text
 from tlt_lightning.data.loader import ignore_needless_warnings
 from tlt_lightning.data.rows import check_path
+from tlt_lightning.drafter.module import DrafterModule
 from tlt_lightning.drafter.packing import check_num_tokens
 from tlt_lightning.drafter.texts.states import StateReader, load_target
 from tlt_lightning.drafter.texts.stream import PackStream
@@ -23,8 +24,6 @@ from tlt_lightning.ranks.liveness import Liveness
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tlt_lightning.drafter.module import DrafterModule
 
 
 class DrafterDataModule(L.LightningDataModule):
@@ -76,7 +75,7 @@ class DrafterDataModule(L.LightningDataModule):
         self.liveness: Liveness | None = None
 
     @property
-    def _drafter(self) -> "DrafterModule":
+    def _drafter(self) -> DrafterModule:
         return self.trainer.lightning_module  # type: ignore[union-attr,return-value]
 
     @override

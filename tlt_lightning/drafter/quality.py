@@ -10,16 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import exp, inf, log
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_lightning.fused.compiled import compiled_on_gpu
-
-if TYPE_CHECKING:
-    from tlt_lightning.rollout import Sampling
+from tlt_lightning.rollout import Sampling
 
 _COLDEST = 1e-3  # temperature of a distribution that is all but certain
 _TINY = torch.finfo(torch.float32).tiny  # probabilities below it are zero on some devices

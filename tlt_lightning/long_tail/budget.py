@@ -4,15 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, NotNegative, Positive, Share, checked
-
-if TYPE_CHECKING:
-    from tlt_lightning.long_tail.publishing import PublishDecision
+from tlt_lightning.long_tail.publishing import PublishDecision
 
 _UNPAID = 2  # decisions in a row after which a head is trained on an eighth
 _EIGHTH = 1 / 8
@@ -68,7 +66,7 @@ class TrainingBudget(ABC):
     def note_costs(self, step: float, decision: float) -> None:  # noqa: B027 - a fixed one learns nothing
         """Learn the seconds of a training step and of a decision about publishing, before any is spent."""
 
-    def note_decision(self, decision: "PublishDecision") -> None:  # noqa: B027 - likewise
+    def note_decision(self, decision: PublishDecision) -> None:  # noqa: B027 - likewise
         """Learn from a decision about publishing, before `decide` of the same iteration."""
 
     def note_iteration(self, iteration: MeasuredIteration) -> None:  # noqa: B027 - likewise
@@ -190,7 +188,7 @@ class AdaptiveBudget(TrainingBudget):
         self._costs = {"step": step, "decision": decision}
 
     @override
-    def note_decision(self, decision: "PublishDecision") -> None:
+    def note_decision(self, decision: PublishDecision) -> None:
         self._saved = 0.0
         if decision.is_published:
             before = decision.before.acceptance_length

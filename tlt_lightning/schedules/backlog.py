@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tlt_lightning.arguments import check_argument
-from tlt_lightning.rollout import Response
+from tlt_lightning.engine.base import RolloutEngine
+from tlt_lightning.metrics import IterationLog
+from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.rollout import Response, Sampling
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand, RolloutSchedule, SynchronousSchedule
-
-if TYPE_CHECKING:
-    from tlt_lightning.engine.base import RolloutEngine
-    from tlt_lightning.metrics import IterationLog
-    from tlt_lightning.objectives.base import PolicyObjective
-    from tlt_lightning.rollout import Sampling
-    from tlt_lightning.schedules.under_way import RolloutUnderWay
+from tlt_lightning.schedules.under_way import RolloutUnderWay
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,13 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tlt_lightning.engine.start_up import StartUp
-from tlt_lightning.engine.vllm.graphs import release_graphs
+from tlt_lightning.engine.vllm.graphs import PlannedGraphs, release_graphs
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach
 from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
 from tlt_lightning.ranks.joined_ranks import JoinedRanks, own_rank
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 
 
 class RankExecutor(UniProcExecutor):

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from tlt_lightning.engine.vllm import internals
+from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
+from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 from tlt_lightning.engine.vllm.internals import reach
 from tlt_lightning.engine.vllm.kv_catch_up import KVCatchUp
 from tlt_lightning.replacing import replaced
@@ -30,10 +32,6 @@ from tlt_lightning.speculation.calibration import (
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
 from tlt_lightning.speculation.lookup import LEARNED, LookupDraft, Source
 from tlt_lightning.speculation.strategy import Strategy
-
-if TYPE_CHECKING:
-    from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
-    from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 
 _num_tokens, _num_stale_tokens = attrgetter("num_tokens"), attrgetter("num_stale_output_tokens")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-if TYPE_CHECKING:
-    from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 
 
 class _Steered:

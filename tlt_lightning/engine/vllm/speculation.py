@@ -21,6 +21,9 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.drafter_weights import HeadWeights
 from tlt_lightning.engine.vllm.graphs import PlannedGraphs
 from tlt_lightning.engine.vllm.patches.coupled_drafts import COUPLED
+from tlt_lightning.engine.vllm.runner import SpeculativeRunner
+from tlt_lightning.engine.vllm.runner_v1 import RunnerV1
+from tlt_lightning.engine.vllm.runner_v2 import RunnerV2
 from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.speculation.controller import StrategyController
@@ -31,8 +34,6 @@ from tlt_lightning.speculation.strategy import Drafter, StrategySelector
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from tlt_lightning.engine.vllm.runner import SpeculativeRunner
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def install(
     head: HeadShape | None,
     graphs: PlannedGraphs | None,
     engine_ranks: EngineRanks,
-) -> "SpeculativeRunner":
+) -> SpeculativeRunner:
     """Speculate in a live engine for as long as it lives.
 
     Args:
@@ -185,9 +186,6 @@ def install(
         engine_ranks: The ranks that are the engine.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    from tlt_lightning.engine.vllm.runner_v1 import RunnerV1
-    from tlt_lightning.engine.vllm.runner_v2 import RunnerV2
 
     is_v2 = internals.runs_v2()
     internals.check_runner(engine, is_v2=is_v2)

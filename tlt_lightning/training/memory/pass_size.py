@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.training.memory.forecast import MemoryForecast, TrainedModel, check_fits, forecast
 from tlt_lightning.training.memory.passes import Passes
-
-if TYPE_CHECKING:
-    from tlt_lightning.engine.base import RolloutEngine
 
 log = logging.getLogger(__name__)
 
