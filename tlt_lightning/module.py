@@ -353,7 +353,9 @@ class RLModule(L.LightningModule):
         checkpoint["optimizer_settings"] = self._saved_settings or self._optimizer_settings
         path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
-        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] |= {"policy": path, "_instantiator": INSTANTIATOR}
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["policy"] = path
+        for kind in (L.LightningModule, L.LightningDataModule):
+            checkpoint.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})["_instantiator"] = INSTANTIATOR
         drop_frozen(self._frozen, checkpoint)
 
     @override

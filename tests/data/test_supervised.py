@@ -190,6 +190,8 @@ def test_a_run_resumes_bit_for_bit_amid_a_pass_over_the_data(
     assert trainer.global_step == 8
     assert data.state_dict() == resumed_data.state_dict()
     assert data.state_dict()["position"] == 32
+    loaded = SupervisedDataModule.load_from_checkpoint(saved, train=PromptSource(rows=ROWS))
+    assert loaded.hparams == data.hparams
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
 

@@ -25,7 +25,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tests.support.rl_runs import NeverLoaded, Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import LoRA, RLModule
+from tlt_lightning import LoRA, RLModule, RolloutDataModule
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.checks import check_trainer
@@ -266,13 +266,16 @@ def test_a_run_from_python_saves_its_configuration_as_a_recipe_would_write_it(pa
 
 
 @pytest.mark.slow
-def test_a_module_is_loaded_from_its_checkpoint_alone(paths: Paths) -> None:
+def test_module_and_data_are_loaded_from_its_checkpoint_alone(paths: Paths) -> None:
     policy_path, prompts_path, root = paths
     module = make_module(
         policy_path, objective=DrGRPO(aggregation=SequenceMeanTokenSumNorm(max_tokens=8)), lora=LoRA(rank=4)
     )
     checkpoints = ModelCheckpoint(root, "end")
-    make_trainer(root, checkpoints, max_epochs=1, enable_checkpointing=True).fit(module, make_data(prompts_path))
+    data = make_data(prompts_path)
+    make_trainer(root, checkpoints, max_epochs=1, enable_checkpointing=True).fit(module, data)
+    assert RolloutDataModule.load_from_checkpoint(root / "end.ckpt").hparams == data.hparams
+    assert "RolloutDataModule object" in str(data)
     loaded = RLModule.load_from_checkpoint(root / "end.ckpt")
     assert (loaded.objective, loaded.lora) == (module.objective, module.lora)
     assert loaded.optimizer([torch.zeros(1, requires_grad=True)]).param_groups[0]["lr"] == 3e-3

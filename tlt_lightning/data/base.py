@@ -65,6 +65,8 @@ class PolicyDataModule(L.LightningDataModule):
     liveness: Liveness | None = None
     """Watches the other workers, from `setup` to `close`."""
 
+    __str__ = object.__repr__  # Lightning's iterates over the loaders, and these roll out
+
     @property
     @abstractmethod
     def num_steps(self) -> int:

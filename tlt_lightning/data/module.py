@@ -324,7 +324,8 @@ class RolloutDataModule(PolicyDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert self.cursor is not None, "`load_state_dict` before `setup`"
+        if self.cursor is None:  # in `load_from_checkpoint`; a run goes on by `ckpt_path`
+            return
         ranks, rank, num_ranks = state_dict["ranks"], self._trainer.global_rank, self._trainer.world_size
         self.cursor.position = state_dict["cursor"]
         self.engine.load_state_dict(ranks[min(rank, len(ranks) - 1)]["engine"])

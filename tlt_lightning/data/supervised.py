@@ -182,8 +182,8 @@ class SupervisedDataModule(PolicyDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._trainer.state.fn == "fit":
-            cast("PromptCursor", self.cursor).position = state_dict["position"]
+        if self.cursor is not None and self._trainer.state.fn == "fit":
+            self.cursor.position = state_dict["position"]
             warn_of_changes(state_dict["settings"], self._kept_settings)
 
 
