@@ -24,6 +24,8 @@ from tlt_lightning.guard.checkpoint_io import check_readable
 from tlt_lightning.replacing import replaced
 from tlt_lightning.training.resume import iterations_of
 
+yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # as `Timer`'s `interval`, an enum's member
+
 
 def run_cli(args: list[str], *, run: bool = True) -> LightningCLI:
     """Parse `args` and return the CLI with its trainer, module and data module.
