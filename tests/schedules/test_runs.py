@@ -16,6 +16,7 @@ from tlt_lightning import (
     RolloutSchedule,
     Sampling,
     Speculation,
+    SynchronousSchedule,
     TailBatching,
     VLLMEngine,
 )
@@ -55,6 +56,15 @@ def test_a_cycle_of_tail_batching_learns_once_from_each_prompt_by_the_weights_of
     assert [history[n]["schedule/waited"] for n in (1, 2, 3)] == [0, 0, 2]
     assert [{rollout.deferrals for rollout in recorder.rollouts[n]} for n in range(3)] == [{0}, {0}, {1}]
     assert not {"schedule/age", "schedule/tokens_thrown_away"} & history[3].keys()
+
+
+def test_a_schedule_that_chooses_too_few_ends_the_run(paths: Paths) -> None:
+    class First(SynchronousSchedule):
+        def choose(self, demand: Any, groups: Any, complete: Any) -> Any:
+            return complete[:1]
+
+    with pytest.raises(ValueError, match=r"`First\.choose` returned \[\d\] where .* `demand\.wanted` of these, 4,"):
+        run(paths, data=data_of("transformers", First()), limit_val_batches=0)
 
 
 @pytest.mark.parametrize(("engine", "schedule"), RUNS)

@@ -119,8 +119,14 @@ class RolloutUnderWay:
 
     @property
     def taken(self) -> list[int]:
-        """Ids of the requests to learn from, in order."""
-        return [number for place in self.chosen or () for number in self._ids(place)]
+        """Ids of the requests to learn from, in order; ValueError unless they are of as many groups as are wanted."""
+        chosen, wanted = self.chosen or (), self.demand.wanted
+        if not len({*chosen} & {*self.complete}) == len(chosen) == wanted:
+            raise ValueError(
+                f"`{type(self.schedule).__name__}.choose` returned {self.chosen} where {self.complete} were complete: "
+                f"return `demand.wanted` of these, {wanted}, as soon as there are as many."
+            )
+        return [number for place in chosen for number in self._ids(place)]
 
     @property
     def lengths(self) -> list[tuple[int, int]]:

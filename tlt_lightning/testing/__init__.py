@@ -1,7 +1,7 @@
 """Checks plugins in their authors' own tests, each by one call.
 
-A check runs the plugin on small real data, on the CPU, and raises AssertionError at the first duty that is not kept:
-what the plugin did, and what to do. Nothing here runs in training.
+A check runs the plugin on small real data, on the CPU, and raises AssertionError at the first duty that is not kept, or
+a run's own ValueError: what the plugin did, and what to do. Nothing here runs in training.
 
 Example:
     >>> from tlt_lightning import ThresholdSelector

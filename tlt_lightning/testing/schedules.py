@@ -54,12 +54,7 @@ def _learned(make: Callable[[], RolloutSchedule], wanted: int) -> list[list[int]
         num_drawn += num_fresh
         rollout = RolloutUnderWay(schedule, demand, backlog.start(demand, [*begun, *new]), group_size=1)
         _write(rollout)
-        places = rollout.chosen or ()
-        assert len({*places} & {*rollout.complete}) == len(places) == wanted, (
-            f"{named(schedule, 'choose')} returned {rollout.chosen} where {rollout.complete} were complete: return "
-            f"`demand.wanted` of these, {wanted}, as soon as there are as many."
-        )
-        learned.append([rollout.groups[place].draw for place in places])
+        learned.append(rollout.taken)
         backlog.end(rollout, IterationLog())
     assert len(backlog.deferred) <= 5 * wanted, (
         f"{who} leaves {len(backlog.deferred)} groups deferred after {iteration + 1} rollouts: take up what waits, or "
