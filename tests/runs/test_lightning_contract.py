@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -248,7 +249,8 @@ def test_a_run_from_python_saves_its_configuration_as_a_recipe_would_write_it(pa
     policy_path, prompts_path, root = paths
     rows = [json.loads(line) for line in Path(prompts_path).read_text().splitlines()]
     module, data = make_module(policy_path, lora=LoRA(rank=4)), make_data(prompts_path, train=rows)
-    make_trainer(root, max_epochs=1, logger=CSVLogger(root)).fit(module, data)
+    make_trainer(root, LearningRateMonitor("step"), max_epochs=1, logger=CSVLogger(root)).fit(module, data)
+    assert "lr-AdamW" in next(root.glob("**/metrics.csv")).read_text()  # by Lightning's default after 50 steps alone
     saved = yaml.safe_load(next(root.glob("**/hparams.yaml")).read_text())
     assert saved["policy"] == policy_path
     assert saved["objective"]["init_args"]["surrogate"]["init_args"]["clip_high"] == 0.28

@@ -59,7 +59,6 @@ def ignore_needless_warnings() -> None:
         ".*sync_dist=True.*",  # what is logged has been combined over the ranks
         "Total length of `list`.*",  # held-out prompts may be left out
         "Couldn't infer the batch indices.*",  # completions bring their own
-        "The number of training batches .* is smaller than the logging interval.*",  # iterations are logged, not steps
         "Checkpoint directory .* exists and is not empty.*",  # in every run that is resumed
         "You're resuming from a checkpoint that ended before.*",  # they go on exactly
         r"`isinstance\(treespec, LeafSpec\)` is deprecated.*",  # Lightning's own line under torch 2.13
