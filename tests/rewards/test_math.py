@@ -60,6 +60,10 @@ def test_plain_numbers_need_no_child(response: str, answer: object, score: float
     ("response", "answer", "score"),
     [
         (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{3 1/2}", "7/2", 1.0),
+        ("The answer is -3 1/2.", "-3.5", 1.0),
+        (r"\boxed{3.5}", "3 1/2", 1.0),
+        (r"\boxed{2}", "3 1/2", 0.0),  # what math-verify makes of it
         (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
         (r"\boxed{(x+1)^2}", "x^2+1", 0.0),
         (r"\boxed{\text{Tuesday}}", r"\text{Tuesday}", 1.0),

@@ -16,6 +16,8 @@ UNDONE = (r"\int", r"\sum", r"\prod", r"\lim", r"\fracd")
 
 def answer(gold: str, text: str, prompt: str) -> bool:
     """Return True if the answer in `text` equals `gold`, and does not repeat an expression of the prompt."""
+    mixed = r"(?<![\w.,])(\d{1,9}) +(\d{1,9})/(\d{1,9})\b"  # `3 1/2`, which math-verify takes for 2
+    gold, text = (re.sub(mixed, lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", each) for each in (gold, text))
     expected = parse(rf"\boxed{{{gold}}}", parsing_timeout=None)
     if not expected:
         raise ValueError(f"no expression in the expected answer {gold!r}")
