@@ -201,10 +201,9 @@ class RLModule(L.LightningModule):
                 stays None and the policy's pass is left out, unless a critic or the advantages need it. So it is, in
                 however many steps, where the objective clips against the policy that wrote the batch.
         """
-        request = self.hidden_state_request
-        policy, step = self.networks.policy, self.trainer.global_step
+        request, step = self.hidden_state_request, self.trainer.global_step
         needs_old_logps = not (single_update or self.objective.clips_behaviour(asynchronous=batch.asynchronous))
-        self._tap = None if request is None else BatchTap(policy, request, batch, step)
+        self._tap = None if request is None else BatchTap(self.networks.policy, request, batch, step)
         self._is_single_update = single_update
         return self.networks.score(
             batch,
@@ -231,8 +230,7 @@ class RLModule(L.LightningModule):
         """Keep the gradients of a step's first micro-batches: the Trainer would clear them after `training_step`."""
 
     def _loss(self, batch: RolloutBatch) -> Tensor:
-        wanted = self.objective.needs_entropy_grad
-        tokens, values = self.networks.forward(batch, needs_entropy_grad=wanted)
+        tokens, values = self.networks.forward(batch, needs_entropy_grad=self.objective.needs_entropy_grad)
         batch = replace(batch, divergence=tokens.divergence)
         if batch.old_logps is None:  # nobody has asked for earlier ones: the only update's are its own
             batch = replace(batch, old_logps=tokens.logps.detach())
@@ -250,18 +248,14 @@ class RLModule(L.LightningModule):
         self._lap("update")
         call_rollout_hook(self.trainer, "on_hidden_states", texts)
 
-    def _check_kl(self, metrics: dict[str, Tensor]) -> None:
-        """Stop the iteration's updates once the policy has moved by `objective.stop_at_kl`."""
-        limit = self.objective.stop_at_kl
-        if limit is not None and self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > limit:
-            self._is_stopped = True
-
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         assert self.policy is not None
         metrics = end_step(self._parts)
         self.iteration_log.update(metrics)
-        self._check_kl(metrics)
+        limit = self.objective.stop_at_kl
+        if limit is not None and self.trainer.strategy.reduce(metrics["train/approx_kl"], reduce_op="mean") > limit:
+            self._is_stopped = True
         if self._is_stopped:
             self.zero_grad()  # to None: an optimizer leaves such parameters alone, without decay or momentum
             return

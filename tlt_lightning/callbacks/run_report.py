@@ -233,7 +233,8 @@ class RunReport(RolloutCallback):
         lines = [f"run {ended} after {count} iteration{'s' * (count != 1)}"]
         checkpoints = _checkpoints(trainer)
         lines += [f"  checkpoint  {path}{_held_by(path)}" for path in checkpoints]
-        lines += [f"  metrics     {path}" for path in _metric_dirs(trainer)]
+        folders = dict.fromkeys(logger.log_dir or logger.save_dir for logger in trainer.loggers)
+        lines += [f"  metrics     {Path(folder)}" for folder in folders if folder]
         if self.history:
             self._write_page(trainer, "finished" if exception is None else f"interrupted by {type(exception).__name__}")
         lines += [f"  {name:11} {path}" for name, path in files.items() if path.is_file()]
@@ -282,8 +283,3 @@ def _again(trainer: L.Trainer, path: str, *, is_over: bool) -> str:
         words = shlex.join(["python", "-m", "tlt_lightning", *replaced.parse_known_args()[1], "--ckpt_path", path])
         return words + " --trainer.max_epochs <more>" * is_over
     return f"L.Trainer({'max_epochs=<more>, ' * is_over}...).fit(module, data, ckpt_path={path!r})"
-
-
-def _metric_dirs(trainer: L.Trainer) -> list[str]:
-    dirs = [logger.log_dir or logger.save_dir for logger in trainer.loggers]
-    return [str(Path(directory)) for directory in dict.fromkeys(dirs) if directory]

@@ -78,8 +78,8 @@ class PolicyDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> RolloutLoader[list[RolloutBatch]]:
-        trainer = self._trainer  # what logs by steps does so once an epoch at least, be there 50 steps or one
-        trainer.log_every_n_steps = min(trainer.log_every_n_steps, self.num_steps)  # type: ignore[attr-defined]
+        # What logs by steps does so once an epoch at least, be there 50 steps or one.
+        self._trainer.log_every_n_steps = min(self._trainer.log_every_n_steps, self.num_steps)  # type: ignore[attr-defined]
         return RolloutLoader(self.num_steps, self.train_batches)
 
     @override

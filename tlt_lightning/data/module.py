@@ -246,11 +246,10 @@ class RolloutDataModule(PolicyDataModule):
         self._settings = self._settings_with(self._pass_sizes()[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
-        settings = self._settings
         check_engine_ranks(self.engine.num_ranks, self._trainer)
         if is_fit:
             check_rewards(module.objective, self.has_rewards, draws_by_them=self.dynamic_sampling is not None)
-            settings.check(module.objective, self._trainer)
+            self._settings.check(module.objective, self._trainer)
             self.backlog.check(self.engine, self.sampling, module.objective)
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)

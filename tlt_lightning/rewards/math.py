@@ -55,9 +55,8 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     found = plain_number(answer or text, UNIT)
     if wanted is not None and found is not None:
         return float(wanted == found)
-    is_sentence = answer is None  # perhaps, with the answer somewhere in it
     is_equal = CHILDREN.ask(gold, rf"\boxed{{{answer or text}}}", prompt)
-    return float(is_equal or (is_sentence and CHILDREN.ask(gold, tail, prompt)))
+    return float(is_equal or (answer is None and CHILDREN.ask(gold, tail, prompt)))  # perhaps within a sentence
 
 
 def after_hashes(text: str) -> str | None:
