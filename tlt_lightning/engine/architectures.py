@@ -72,12 +72,11 @@ def check_architecture(policy: str, *, with_head: bool = False) -> Architecture:
 
 
 def check_head_size(policy: str, supported: Sequence[int]) -> None:
-    """Raise ValueError unless `supported`, if not empty, has the size of the attention heads."""
+    """Raise ValueError unless `supported` has the size of the attention heads."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(policy)
-    size = head_size(config)
-    if supported and size not in supported:
+    size = head_size(AutoConfig.from_pretrained(policy))
+    if size not in supported:
         raise ValueError(
             f"`policy` {policy!r} has attention heads of size {size}; vLLM's CPU build runs only {list(supported)}. "
             f"{WAY_OUT}."

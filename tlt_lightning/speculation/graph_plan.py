@@ -7,10 +7,8 @@ list of buckets, and drafts are chains.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, get_args
 
 from typing_extensions import override
@@ -46,7 +44,7 @@ class FullGraph:
         return self.num_requests * (1 if self.kind == "drafter_decode" else self.length)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GraphPlan:
     """Lists the graphs to capture; any other shape runs without one.
 
@@ -65,9 +63,8 @@ class GraphPlan:
 
     def find(self, kind: GraphKind, num_requests: int, length: int) -> FullGraph | None:
         """Return the smallest graph for `num_requests` requests of `length`; None without one."""
-        sizes = self._sizes.get((kind, length), [])
-        index = bisect_left(sizes, num_requests)
-        return FullGraph(kind, sizes[index], length) if index < len(sizes) else None
+        fitting = (each for each in self.graphs if (each.kind, each.length) == (kind, length))
+        return next((each for each in fitting if each.num_requests >= num_requests), None)
 
     def table(self, mib: Mapping[str, float], seconds: Mapping[str, float]) -> str:
         """Return a Markdown table of graphs, with what capturing them took, by kind or "piecewise", as far as known."""
@@ -87,13 +84,6 @@ class GraphPlan:
             costs = [f"{each[kind]:.1f}" if kind in each else "-" for each in took]
             lines.append(f"| {kind.replace('_', ' ')} | {number} | {shape} | {' | '.join(costs)} |")
         return "\n".join(lines)
-
-    @cached_property
-    def _sizes(self) -> dict[tuple[GraphKind, int], list[int]]:
-        sizes: dict[tuple[GraphKind, int], list[int]] = {}
-        for graph in sorted(self.graphs, key=lambda graph: graph.num_requests):
-            sizes.setdefault((graph.kind, graph.length), []).append(graph.num_requests)
-        return sizes
 
 
 def arms_by_batch(selector: StrategySelector, max_num_requests: int) -> dict[int, tuple[Strategy, ...]]:

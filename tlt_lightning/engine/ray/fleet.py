@@ -27,8 +27,6 @@ MAX_DEATHS = 3
 
 _GROUPS = 65536  # that are remembered, as conversations come back to the host that has read them
 
-_UPDATES: dict[Kind, Command] = {"weights": EngineHost.update_weights, "drafter": EngineHost.update_drafter}
-
 
 class Fleet:
     """The engine hosts of one rank of the trainer.
@@ -44,8 +42,8 @@ class Fleet:
         self, engine: RolloutEngine, names: Sequence[str], num_gpus: float, set_up_for: tuple[str, int, int]
     ) -> None:
         self.set_up_for = set_up_for
-        self._writers: dict[Kind, SnapshotWriter] = {}  # by kind
-        self._newest: dict[Kind, Future[Snapshot]] = {}  # by kind; new hosts take them
+        self._writers: dict[Kind, SnapshotWriter] = {}
+        self._newest: dict[Kind, Future[Snapshot]] = {}  # which new hosts take, too
         self._rollout, self._sampling, self._seed = 0, Sampling(), 0
         self._host_of: dict[int, RemoteHost] = {}  # by group of this rollout
         pickled, resources = cloudpickle.dumps(engine), {"num_cpus": float(engine.num_ranks), "num_gpus": num_gpus}
@@ -71,7 +69,7 @@ class Fleet:
         writer = self._writers.setdefault(kind, SnapshotWriter())
         self._newest[kind] = snapshot = writer.write(named_tensors, version, dtype, accepted)
         for host in self.hosts:
-            host.tell(_UPDATES[kind], kind, snapshot)
+            host.update(kind, snapshot)
 
     def tell(self, command: Command) -> None:
         """Give every host a command."""
@@ -215,7 +213,7 @@ class Fleet:
         if host.report.state:
             host.tell(partial(EngineHost.load, state=host.report.state))
         for kind, snapshot in self._newest.items():
-            host.tell(_UPDATES[kind], kind, snapshot)
+            host.update(kind, snapshot)
         if host.open:
             host.tell(partial(EngineHost.warm_up, num_requests=len(host.open)))
             host.tell(self._to_write(host, [*host.open.values()]))

@@ -183,21 +183,17 @@ class EngineHost:
         self._note(state=state)
         return True
 
-    def update_weights(self) -> bool:
-        """Load the newest weights, unless the engine has them."""
-        return self._update("weights", lambda new: self._engine.update_weights(new, new.version))
-
-    def update_drafter(self) -> bool:
-        """Load the newest drafter, unless the engine has it."""
-        return self._update("drafter", lambda new: self._engine.update_drafter(new, new.version, new.accepted))
-
-    def _update(self, kind: Kind, load: Callable[[Snapshot], None]) -> bool:
+    def update(self, kind: Kind) -> bool:
+        """Load the newest weights of a kind, unless the engine has them."""
         if not (self._report.is_at_rest or self._engine.updates_running):
             return False
-        number, snapshot = self._newest[kind]
+        number, new = self._newest[kind]
         if self._loaded.get(kind, 0) < number:
             with self._clock.within("weights"):
-                load(snapshot)
+                if kind == "weights":
+                    self._engine.update_weights(new, new.version)
+                else:
+                    self._engine.update_drafter(new, new.version, new.accepted)
             self._loaded[kind] = number
             self._note(**self._learned())
         return True

@@ -63,14 +63,16 @@ class RemoteHost:
         self._running = self._actor.run.remote(installed_versions(), self._pickled_engine)
         self._taking = self._actor.take.remote(_REPORT_SECONDS)
 
-    def tell(self, command: Command, kind: Kind | None = None, snapshot: Future[Snapshot] | None = None) -> None:
-        """Give a command, which is carried out after those before it; one with a snapshot travels when that exists."""
+    def tell(self, command: Command) -> None:
+        """Give a command, which is carried out after those before it."""
         self._num_told += 1
-        tell = partial(self._actor.tell.remote, self._num_told, command)
-        if snapshot is None:
-            tell()
-        else:
-            snapshot.add_done_callback(lambda done: done.exception() or tell((kind, done.result())))
+        self._actor.tell.remote(self._num_told, command)
+
+    def update(self, kind: Kind, snapshot: Future[Snapshot]) -> None:
+        """Let it load a snapshot, by a command that travels when the snapshot exists."""
+        self._num_told += 1
+        tell = partial(self._actor.tell.remote, self._num_told, partial(EngineHost.update, kind=kind))
+        snapshot.add_done_callback(lambda done: done.exception() or tell((kind, done.result())))
 
     @property
     def is_done(self) -> bool:

@@ -14,7 +14,7 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.kv_catch_up import is_block_head
 from tlt_lightning.engine.vllm.policy_weights import faults_of
 from tlt_lightning.host_copy import HostCopy
-from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.speculation.head_files import canonical_name
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class HeadWeights:
     """
 
     def __init__(
-        self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]], engine_ranks: EngineRanks = ALONE
+        self, engine: LLMEngine, head: Any, shapes: Mapping[str, tuple[int, ...]], engine_ranks: EngineRanks
     ) -> None:
         self.engine, self.head, self.shapes, self.engine_ranks = engine, head, shapes, engine_ranks
         self._kept, self._is_kept = HostCopy(), False
@@ -43,11 +43,6 @@ class HeadWeights:
     @property
     def _policy(self) -> nn.Module:
         return internals.live_model(self.engine)
-
-    @property
-    def shares_output(self) -> bool:
-        """True if the head's output layer is the policy's own; a rank that holds padding alone cannot tell."""
-        return self.engine_ranks.decide(lambda: self.head.lm_head is getattr(self._policy, "lm_head", None))
 
     def update(self, named_tensors: NamedTensors) -> None:
         """Replace the trainable weights in place.
@@ -61,7 +56,9 @@ class HeadWeights:
         """
         device = next(self._policy.parameters()).device  # where checks of hundreds of millions of numbers take no time
         tensors = {canonical_name(name): tensor.detach().to(device) for name, tensor in named_tensors}
-        check_tensors(tensors, self.shapes, shares_head=self.shares_output)
+        # The first rank says whether the output layer is the policy's own: one that holds padding alone cannot tell.
+        shares_head = self.engine_ranks.decide(lambda: self.head.lm_head is getattr(self._policy, "lm_head", None))
+        check_tensors(tensors, self.shapes, shares_head=shares_head)
         drafted = tensors.pop(_MAP, None)
         if drafted is not None:
             self._draft(drafted)

@@ -142,7 +142,8 @@ class VLLMEngine(RolloutEngine):
             raise ValueError(f"`tensor_parallel` {self.num_ranks} must divide the ranks of the run, {world_size}.")
         internals.set_environment()
         silence_loaders()
-        check_head_size(policy, internals.supported_head_sizes())
+        if internals.is_cpu_build():
+            check_head_size(policy, internals.supported_head_sizes())
         self.quantization.check(self._shapes, self.num_ranks)
         self._tokenizer = load_tokenizer(policy)
         self._end_token_ids = end_token_ids(policy, self._tokenizer)
@@ -157,7 +158,7 @@ class VLLMEngine(RolloutEngine):
     def _start(self, policy: str, max_model_len: int, seed: int, graphs: PlannedGraphs | None) -> None:
         """Start vLLM's engine, repaired, with random numbers of its own; `close` undoes it."""
         self._is_cpu = internals.is_cpu_build()
-        self._owns_process_group = not torch.distributed.is_initialized()
+        self._keeps_group = torch.distributed.is_initialized()
         needs_splits = graphs is None or not graphs.pool.limits_splits
         with ExitStack() as undone_by_close:
             if self._can_sleep:
@@ -167,8 +168,7 @@ class VLLMEngine(RolloutEngine):
             installed = nullcontext() if graphs is None else graphs.installed()
             with EngineRandom(seed).in_force(), installed:
                 args = self._engine_args(policy, max_model_len, seed)
-                keeps_group = not self._owns_process_group
-                self._engine = internals.start(args, undone_by_close, keep_process_group=keeps_group)
+                self._engine = internals.start(args, undone_by_close, keep_process_group=self._keeps_group)
             self._undone_by_close = undone_by_close.pop_all()
 
     def _take_over(self, head: HeadShape | None, graphs: PlannedGraphs | None) -> None:
@@ -214,7 +214,7 @@ class VLLMEngine(RolloutEngine):
         speculative, self._speculative = self._speculative, None
         if engine is not None:
             forget_reloads(engine, None if speculative is None else speculative.head)
-            internals.shut_down(engine, keep_process_group=not self._owns_process_group)
+            internals.shut_down(engine, keep_process_group=self._keeps_group)
             self._undone_by_close.close()
             del engine, speculative
             gc.collect()  # its cycles hold device memory
@@ -250,7 +250,7 @@ class VLLMEngine(RolloutEngine):
 
     def inspect(self) -> EngineParts:
         """Return the live parts; raise RuntimeError unless the engine is set up."""
-        return EngineParts.of(self._live, self._speculative)
+        return EngineParts(self._live, self._speculative)
 
     @property
     def _head(self) -> HeadWeights | None:

@@ -3,17 +3,13 @@
 Where the bytes are, for a 7B policy and 512 tokens (by sources and shapes, where no measurement is named):
 
 - Splits of long contexts, 235 MB: see `patches/flash_splits.py`.
-- Streams. PyTorch hands freed memory on only within a stream, and vLLM captures the target, the drafter's first pass
-  and its further ones on a stream each: three copies of activations (60 MB, most of it the MLP's) and of logits (300 KB
-  a request), and on a Hopper GPU three cuBLAS workspaces of 32 MB, three more for vLLM's rehearsal. One stream for all,
-  as in vLLM's V1 runner, would save most of that; it has not been tried on a GPU.
+- Streams: the target, the drafter's first pass and its further ones are captured on a stream each, which share no
+  memory. Each has its activations (60 MB), and on a Hopper GPU a cuBLAS workspace of 32 MB, and one of the rehearsal.
 - The graphs themselves, some 50 KB for each piece between two attention layers: 51 piecewise sizes of 29 pieces each
-  and 35 full graphs, without a drafter, took 184 MB. Leaving out a piecewise size saves 1 or 2 MB, and batches with a
-  prompt would run without graphs, so the plan keeps ten of them.
-- Not the outputs: all graphs copy hidden states and auxiliary layers to one buffer, 15 MB.
+  and 35 full graphs, without a drafter, took 184 MB.
 
-`python -m benchmarks step_time --parts bucketed full` decides what of this holds. Its tables give MiB in the order of
-capture: a row that fits into the memory of the rows before it shows close to none.
+`python -m benchmarks step_time --parts bucketed full` measures it. A row of its tables that fits into the memory of the
+rows before it shows close to none.
 """
 
 from __future__ import annotations

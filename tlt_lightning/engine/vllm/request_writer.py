@@ -17,7 +17,7 @@ from tlt_lightning.engine.requests import joined, merged, noise_seed, not_begun,
 from tlt_lightning.engine.rng import EngineRandom
 from tlt_lightning.engine.vllm.internals import abort, drain, live_scheduler, reach
 from tlt_lightning.engine.vllm.runner import SpeculativeRunner
-from tlt_lightning.ranks.engine_ranks import ALONE, EngineRanks
+from tlt_lightning.ranks.engine_ranks import EngineRanks
 from tlt_lightning.rollout import Request, Response, Sampling, VerifiedDraft
 from tlt_lightning.speculation.calibration import PROMPT_LENGTH, random_prompts
 from tlt_lightning.speculation.strategy import OFF
@@ -41,9 +41,7 @@ class RequestWriter:
         engine_ranks: The ranks that are the engine: they write the requests of all their callers.
     """
 
-    def __init__(
-        self, engine: LLMEngine, speculative: SpeculativeRunner | None, engine_ranks: EngineRanks = ALONE
-    ) -> None:
+    def __init__(self, engine: LLMEngine, speculative: SpeculativeRunner | None, engine_ranks: EngineRanks) -> None:
         self._engine, self._speculative = engine, speculative
         self._scheduler: Any = live_scheduler(engine)
         self.pool = RequestPool(engine_ranks)  # what callers ask for, until it is handed to the engine

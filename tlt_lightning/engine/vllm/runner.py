@@ -44,37 +44,22 @@ class _StepRecord:
     lookups: Mapping[str, LookupDraft]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """Lists an engine's live parts, valid until `close`; changes are at one's own risk.
+    """Lists a live engine's parts, valid until `close`; changes are at one's own risk.
+
+    They are vLLM's own `scheduler` and `model_runner`, and ours: the `controller` that chooses strategies and `graphs`
+    by plan, both None without speculation, the latter also where none are planned.
 
     Args:
         engine: vLLM's engine.
-        scheduler: vLLM's scheduler.
-        model_runner: vLLM's model runner.
-        controller: Chooses the strategies; None without speculation, as are the next two.
-        speculative_runner: Carries them out in the model runner.
-        graphs: CUDA graphs by plan; None also where none are planned.
+        speculative_runner: Carries the strategies out in the model runner; None without speculation.
     """
 
-    engine: Any
-    scheduler: Any
-    model_runner: Any
-    controller: StrategyController | None = None
-    speculative_runner: SpeculativeRunner | None = None
-    graphs: PlannedGraphs | None = None
-
-    @classmethod
-    def of(cls, engine: Any, speculative: SpeculativeRunner | None) -> EngineParts:
-        """Return the parts of a live engine and of the runner of its drafts, if it has one."""
-        return cls(
-            engine=engine,
-            scheduler=internals.live_scheduler(engine),
-            model_runner=internals.live_model_runner(engine),
-            controller=None if speculative is None else speculative.controller,
-            speculative_runner=speculative,
-            graphs=None if speculative is None else speculative.graphs,
-        )
+    def __init__(self, engine: Any, speculative_runner: SpeculativeRunner | None) -> None:
+        self.engine, self.speculative_runner = engine, speculative_runner
+        self.scheduler, self.model_runner = internals.live_scheduler(engine), internals.live_model_runner(engine)
+        self.controller = None if speculative_runner is None else speculative_runner.controller
+        self.graphs = None if speculative_runner is None else speculative_runner.graphs
 
 
 class SpeculativeRunner(ABC):
