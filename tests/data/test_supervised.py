@@ -330,7 +330,7 @@ def test_a_requeue_amid_an_epoch_waits_for_the_next_one_and_resumes_exactly(poli
         def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
                 (requeue,) = (each for each in trainer.callbacks if isinstance(each, Requeue))
-                requeue.handle(lambda *_: trainer.save_checkpoint(tmp_path / "requeued.ckpt"), None, None)
+                requeue.handle(lambda: trainer.save_checkpoint(tmp_path / "requeued.ckpt"))
 
     fit(policy_path, tmp_path / "part", Preempted(), epochs=3)
     resumed, data, trainer = fit(policy_path, tmp_path / "resumed", ckpt=tmp_path / "requeued.ckpt")

@@ -231,7 +231,7 @@ def load_backlog(
 
 def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> None:
     backlog = run(PartialRollout(0.5), 2).backlog
-    saved, held = backlog.state_dict()["deferred"], backlog.deferred
+    saved, held = backlog.state_dict(backlog.deferred)["deferred"], backlog.deferred
     assert any(response.token_ids for group in held for response in group.responses)
     for rank, was in enumerate((held, [])):
         load_backlog(backlog, [saved, []], rank, 2)
@@ -245,7 +245,7 @@ def test_a_saved_backlog_is_the_one_that_was_and_other_ranks_deal_it_out() -> No
 
 def test_a_run_with_smaller_groups_or_shorter_texts_goes_on_with_what_fits() -> None:
     backlog = run(PartialRollout(0.5), 2).backlog
-    saved, held = backlog.state_dict()["deferred"], backlog.deferred
+    saved, held = backlog.state_dict(backlog.deferred)["deferred"], backlog.deferred
     lengths = [max(len(response.token_ids) for response in group.responses) for group in held]
     limit = sorted(lengths)[1]
     load_backlog(backlog, [saved], group_size=2, max_tokens=10**6)

@@ -99,7 +99,6 @@ class RolloutCollector:
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
         if not sleeps_on:
             self._wake(len(requests))
-        # Dynamic sampling rolls out several times an iteration, with or without prompts of this rank's.
         is_first = not sleeps_on and not self._has_begun
         self._has_begun |= is_first
         if is_first:

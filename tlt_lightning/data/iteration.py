@@ -64,11 +64,11 @@ from tlt_lightning.training.trainer_settings import check_settings
 
 @dataclass(frozen=True, slots=True)
 class IterationStart:
-    """Holds what there was before an iteration, from which a resumed run begins it anew.
+    """Holds what an iteration begins with, in a run that is resumed, too.
 
     Args:
         position: Prompts that were drawn.
-        deferred: Groups that waited.
+        deferred: Groups that wait.
         mean_lengths: Mean length of earlier answers by prompt.
         engine: The engine's state.
     """

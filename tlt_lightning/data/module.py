@@ -27,7 +27,7 @@ from tlt_lightning.checks import (
 from tlt_lightning.data.base import PolicyDataModule
 from tlt_lightning.data.collector import RolloutCollector
 from tlt_lightning.data.engine_probe import EngineProbe
-from tlt_lightning.data.iteration import PolicyIteration
+from tlt_lightning.data.iteration import IterationStart, PolicyIteration
 from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts, turns_of
@@ -297,14 +297,16 @@ class RolloutDataModule(PolicyDataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         assert self.cursor is not None, "`state_dict` before `setup`"
-        iteration = self._iteration
-        start = iteration.start if iteration is not None and not iteration.has_moved else None  # it begins anew
-        own = {"engine": self.engine.state_dict() if start is None else start.engine}
-        own |= self.backlog.state_dict(None if start is None else start.deferred)
+        if self._iteration is not None and not self._iteration.has_moved:
+            start = self._iteration.start  # it begins anew
+        else:
+            engine, means = self.engine.state_dict(), self.answer_lengths.means
+            start = IterationStart(self.cursor.position, self.backlog.deferred, means, engine)
+        own = {"engine": start.engine, **self.backlog.state_dict(start.deferred)}
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
-            "cursor": self.cursor.position if start is None else start.position,
-            "mean_lengths": self.answer_lengths.means if start is None else start.mean_lengths,
+            "cursor": start.position,
+            "mean_lengths": start.mean_lengths,
             "ranks": ranks,
             "settings": self._kept_settings,
         }

@@ -215,9 +215,9 @@ def load_prompts(
         if len(ids) > max_prompt_tokens:
             num_dropped, longest = num_dropped + 1, max(longest, len(ids))
             continue
+        answer = None
         if source.answer_column is not None:
-            row["answer"] = row[source.answer_column]
-        answer = None if source.answer_column is None else row["answer"]
+            answer = row["answer"] = row[source.answer_column]
         prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
     if num_dropped:
         log.warning(

@@ -208,7 +208,7 @@ def replace_link(filepath: str, linkpath: str) -> None:
     os.replace(temporary, linkpath)
 
 
-def link_checkpoint(trainer: L.Trainer, filepath: str, linkpath: str) -> None:
+def link_checkpoint(callback: ModelCheckpoint, trainer: L.Trainer, filepath: str, linkpath: str) -> None:
     """Replace `ModelCheckpoint._link_checkpoint`, which removes the old link first."""
     if trainer.is_global_zero:
         io = trainer.strategy.checkpoint_io

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import lightning as L
@@ -24,13 +24,13 @@ class Patch:
         attribute: Class and name.
         why: What Lightning's own does to a run.
         owners: Returns the Trainer's objects that have it.
-        replacement: Makes the new one, for a Trainer and an owner.
+        instead: What is called in its place, with the object before the method's own arguments.
     """
 
     attribute: str
     why: str
     owners: Callable[[L.Trainer], Iterable[Any]]
-    replacement: Callable[[L.Trainer, Any], Any]
+    instead: Callable[..., Any]
 
 
 def _savers(trainer: L.Trainer) -> Iterable[ModelCheckpoint]:
@@ -61,18 +61,15 @@ def _save_at_end(saver: ModelCheckpoint, trainer: L.Trainer, module: Any) -> Non
         type(saver).on_validation_end(saver, trainer, module)
 
 
-def _sigterm_handler(trainer: L.Trainer, connector: Any) -> Callable[[Any, FrameType | None], None]:
-    def handle(signum: Any, frame: FrameType | None) -> None:
-        if trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signum)
-        trainer.datamodule.liveness.terminate()  # type: ignore[attr-defined]
-
-    return handle
+def _terminate(connector: Any, signum: Any, frame: FrameType | None) -> None:
+    if connector.trainer.strategy.launcher is not None:
+        connector.trainer.strategy.launcher.kill(signum)
+    connector.trainer.datamodule.liveness.terminate()
 
 
-def _requeue_handler(trainer: L.Trainer, connector: Any) -> Callable[[Any, FrameType | None], None]:
-    (requeue,) = (callback for callback in trainer.callbacks if isinstance(callback, Requeue))  # type: ignore[attr-defined]
-    return partial(requeue.handle, connector._slurm_sigusr_handler_fn)
+def _requeue(connector: Any, signum: Any, frame: FrameType | None) -> None:
+    (requeue,) = (callback for callback in connector.trainer.callbacks if isinstance(callback, Requeue))
+    requeue.handle(partial(type(connector)._slurm_sigusr_handler_fn, connector, signum, frame))
 
 
 PATCHES = (
@@ -80,43 +77,43 @@ PATCHES = (
         "ModelCheckpoint._link_checkpoint",
         "removes the link `last.ckpt` before it makes the next: a kill between the two leaves none",
         _savers,
-        lambda trainer, saver: link_checkpoint,
+        link_checkpoint,
     ),
     Patch(
         "ModelCheckpoint._save_checkpoint",
         "lets training wait until the file is written",
         _savers,
-        lambda trainer, saver: partial(save_behind, saver),
+        save_behind,
     ),
     Patch(
         "ModelCheckpoint._save_monitor_checkpoint",
         "saves nothing, with a warning, for want of its metric",
         _savers,
-        lambda trainer, saver: partial(save_followed, saver),
+        save_followed,
     ),
     Patch(
         "ModelCheckpoint.on_validation_end",
         "saves an iteration behind its validation, before it has ended, from where no run goes on exactly",
         _savers_of_iterations,
-        lambda trainer, saver: _save_nothing,
+        _save_nothing,
     ),
     Patch(
         "ModelCheckpoint.on_train_epoch_end",
         "saves at an iteration's end, but not what its validation has asked for",
         _savers_of_iterations,
-        lambda trainer, saver: partial(_save_at_end, saver),
+        _save_at_end,
     ),
     Patch(
         "_SignalConnector._sigterm_notifier_fn",
         "calls a collective from inside SIGTERM's handler, in which ranks wait for each other without end",
         _signals,
-        _sigterm_handler,
+        _terminate,
     ),
     Patch(
         "_SignalConnector._slurm_sigusr_handler_fn",
         "saves and requeues wherever SLURM's signal comes, also amid an optimizer step",
         _requeued,
-        _requeue_handler,
+        _requeue,
     ),
 )
 
@@ -125,4 +122,4 @@ def apply_patches(trainer: L.Trainer, undone: ExitStack) -> None:
     """Replace what `PATCHES` names in a Trainer's objects until `undone` is closed."""
     for patch in PATCHES:
         for owner in patch.owners(trainer):
-            replace(undone, owner, patch.attribute.partition(".")[2], patch.replacement(trainer, owner))
+            replace(undone, owner, patch.attribute.partition(".")[2], MethodType(patch.instead, owner))

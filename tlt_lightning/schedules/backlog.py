@@ -101,10 +101,9 @@ class Backlog:
             for group in self.deferred
         ]
 
-    def state_dict(self, deferred: Sequence[PendingGroup] | None = None) -> dict[str, Any]:
-        """Return `deferred`, None those deferred now, and `written_in`, as tensors and primitives."""
-        groups = self.deferred if deferred is None else deferred
-        return {"deferred": [*map(pack, groups)], "written_in": self.written_in}
+    def state_dict(self, deferred: Sequence[PendingGroup]) -> dict[str, Any]:
+        """Return these groups, and `written_in`, as tensors and primitives."""
+        return {"deferred": [*map(pack, deferred)], "written_in": self.written_in}
 
     def load(
         self, ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int, *, group_size: int, max_tokens: int

@@ -168,12 +168,11 @@ class Requeue(L.Callback):
         self._is_busy = True
         self._waiting: Callable[[], None] | None = None
 
-    def handle(self, save: Callable[[Any, Any], None], signum: Any, frame: Any) -> None:
+    def handle(self, save: Callable[[], None]) -> None:
         """Let Lightning's handler save, now or when the next iteration begins."""
-        if self._is_busy:
-            self._waiting = lambda: save(signum, frame)
-        else:
-            save(signum, frame)
+        self._waiting = save
+        if not self._is_busy:
+            self._save()
 
     def on_rollout_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Let a requeue save until the iteration's first optimizer step."""
