@@ -35,12 +35,12 @@ class RolloutProgress:
         acceptance_length: Mean tokens per request and speculative step, bonus token included; 1 without speculation.
     """
 
-    waiting: int
-    running: int
-    finished: int
-    tokens: int
-    longest: int
-    elapsed: float
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    tokens: int = 0
+    longest: int = 0
+    elapsed: float = 0.0
     strategy: Strategy = OFF
     acceptance_length: float = 1.0
 

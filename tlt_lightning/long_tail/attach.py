@@ -16,7 +16,6 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.speculation import Speculation
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.speculation import arms_by_batch
-from tlt_lightning.speculation.strategy import Strategy
 
 
 class ServedHead:
@@ -31,7 +30,7 @@ class ServedHead:
         self.version = 0
         """Publications that the engine has, 0 for the head that it was loaded with."""
         self._engine: RolloutEngine | None = None
-        self._given: Speculation | None = None  # of the engine before
+        self._given: Speculation | None = None  # the engine's own
         self._start: Path | None = None
 
     @property
@@ -46,11 +45,24 @@ class ServedHead:
             MisconfigurationException: It does not fit.
         """
         self.detach()
-        speculation = check_engine(engine, self.drafter, policy)
-        attach_to_engine(engine, speculation, self.drafter, start)
+        check_drafter(self.drafter, policy)
+        given, longest = _checked_speculation(engine, self.drafter)
+        if self.drafter.head is None:
+            self.drafter.follow_selector(longest)
+        self.drafter.configure_model()
+        is_cold = self.drafter.head_path is None
+        engine.speculation = replace(given, head=str(start), cold_head=is_cold)
+        self.drafter.acceptance = replace(  # trained and judged as the engine drafts
+            self.drafter.acceptance,
+            samples_drafts=given.draft_sampling == "probabilistic",
+            shares_noise=engine.speculation.couples_drafts(is_v2=internals.runs_v2()),
+        )
+        new = "A new draft head is trained along with the policy; until its first training it drafts nothing."
+        old = f"The draft head {self.drafter.head_path!r} is trained along with the policy."
+        rank_zero_info(new if is_cold else old)
         if self._start != start:
             self._start = self.drafter.export(start)
-        self._engine, self._given, self.version = engine, speculation, 0
+        self._engine, self._given, self.version = engine, given, 0
 
     def detach(self) -> None:
         """Leave the engine with the speculation that it had, for other runs; safe to call twice."""
@@ -73,17 +85,24 @@ class ServedHead:
         self._engine.update_drafter(chain(publisher.published(), tokens), self.version, accepted)
 
 
-def check_engine(engine: RolloutEngine, drafter: DrafterModule, policy: str) -> Speculation:
-    """Return how the engine speculates; MisconfigurationException if `drafter` does not fit."""
-    speculation: Speculation | None = engine.speculation
-    check_drafter(drafter, policy)
-    if speculation is None or not _learned_arms(engine, speculation):
+def _checked_speculation(engine: RolloutEngine, drafter: DrafterModule) -> tuple[Speculation, int]:
+    """Return how the engine speculates, and its longest draft by a head; raise MisconfigurationException for none."""
+    given: Speculation | None = engine.speculation
+    by_batch = {} if given is None else arms_by_batch(given.selector, engine.max_num_seqs or 1)
+    lengths = [arm.num_draft_tokens for arms in by_batch.values() for arm in arms if arm.is_learned]
+    if given is None or not lengths:
         raise MisconfigurationException(
             f"`LongTailIdleCallback` trains the drafter 'learned', and `engine`, a {type(engine).__name__}, never asks "
             "for it; set `speculation` of a `VLLMEngine`, for example `selector: {class_path: CostModelSelector, "
             "init_args: {drafters: [learned, sibling]}}` with `siblings: true`."
         )
-    return speculation
+    if given.head not in (None, drafter.head_path):
+        raise MisconfigurationException(
+            f"`engine.speculation.head` is {given.head!r}, but the drafter that is trained starts from "
+            f"{drafter.head_path or 'random weights'}; give the head as `drafter.head` alone, the engine gets it from "
+            "there."
+        )
+    return given, max(lengths)
 
 
 def check_drafter(drafter: DrafterModule, policy: str) -> None:
@@ -99,34 +118,3 @@ def check_drafter(drafter: DrafterModule, policy: str) -> None:
                 f"`drafter.{name}` is for `drafter fit`: leave it out. Beside a policy the learning rate rises and "
                 "stays, and the head goes to `final` in the callback's `dirpath`."
             )
-
-
-def attach_to_engine(engine: RolloutEngine, speculation: Speculation, drafter: DrafterModule, path: Path) -> None:
-    """Build the drafter, and set it as `engine.speculation.head`, which will be at `path`.
-
-    A head of random weights is cold: the engine knows its shape and drafts nothing with it before the first push. The
-    drafter is trained and judged as the engine drafts.
-    """
-    if speculation.head not in (None, drafter.head_path):
-        raise MisconfigurationException(
-            f"`engine.speculation.head` is {speculation.head!r}, but the drafter that is trained starts from "
-            f"{drafter.head_path or 'random weights'}; give the head as `drafter.head` alone, the engine gets it from "
-            "there."
-        )
-    if drafter.head is None:
-        drafter.follow_selector(max(arm.num_draft_tokens for arm in _learned_arms(engine, speculation)))
-    drafter.configure_model()
-    is_cold = drafter.head_path is None
-    engine.speculation = speculation = replace(speculation, head=str(path), cold_head=is_cold)
-    drafter.acceptance = replace(
-        drafter.acceptance,
-        samples_drafts=speculation.draft_sampling == "probabilistic",
-        shares_noise=speculation.couples_drafts(is_v2=internals.runs_v2()),
-    )
-    new = "A new draft head is trained along with the policy; until its first training it drafts nothing."
-    rank_zero_info(new if is_cold else f"The draft head {drafter.head_path!r} is trained along with the policy.")
-
-
-def _learned_arms(engine: RolloutEngine, speculation: Speculation) -> list[Strategy]:
-    by_batch = arms_by_batch(speculation.selector, engine.max_num_seqs or 1)
-    return [arm for arms in by_batch.values() for arm in arms if arm.is_learned]

@@ -37,7 +37,7 @@ class RequestStream(Iterator[Response]):
         self._responses: Iterator[Response] | None = None  # of the `generate` that is open
         self._unread: list[Request] | None = None  # what it begins with, until it is read: then engines take more
         self._started = self._begun = 0.0
-        self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
+        self._last = self._before = RolloutProgress()
 
     @property
     def can_stay_open(self) -> bool:
@@ -68,7 +68,7 @@ class RequestStream(Iterator[Response]):
                 self.engine.add(requests)
         elif requests or self.engine.num_ranks > 1:
             self._started, self._begun = perf_counter(), 0.0
-            self._last = self._before = RolloutProgress(0, 0, 0, 0, 0, 0.0)
+            self._last = self._before = RolloutProgress()
             self._unread = [*requests]
             self._responses = expected(self._generate(sampling, seed), self.open_ids)
 

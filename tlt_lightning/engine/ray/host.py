@@ -26,8 +26,6 @@ Command = Callable[["EngineHost"], bool]
 Kind = Literal["weights", "drafter"]
 """Names what a snapshot holds."""
 
-NOTHING_YET = RolloutProgress(waiting=0, running=0, finished=0, tokens=0, longest=0, elapsed=0.0)
-
 
 @dataclass(frozen=True)
 class Report:
@@ -48,7 +46,7 @@ class Report:
 
     rollout: int = 0
     responses: tuple[Response, ...] = ()
-    progress: RolloutProgress = NOTHING_YET
+    progress: RolloutProgress = field(default_factory=RolloutProgress)
     num_done: int = 0
     is_at_rest: bool = True
     num_steps: int = 0
@@ -81,7 +79,7 @@ class EngineHost:
         self._loaded: dict[Kind, int] = {}  # likewise
         self._asked: list[Request] = []  # what the next `generate` begins with
         self._sampling, self._seed = Sampling(), 0
-        self._before = NOTHING_YET  # what this rollout wrote before the host last came to rest
+        self._before = RolloutProgress()  # what this rollout wrote before the host last came to rest
 
     def tell(self, number: int, command: Command, snapshot: tuple[Kind, Snapshot] | None = None) -> None:
         """Take a command, perhaps with new weights of a kind: of two that come between steps the older is dropped."""
@@ -209,9 +207,9 @@ class EngineHost:
         if rollout != self._report.rollout:
             if self._asked or not self._report.is_at_rest:
                 return False
-            self._before, self._sampling, self._seed = NOTHING_YET, sampling, seed
+            self._before, self._sampling, self._seed = RolloutProgress(), sampling, seed
             self._ended.clear()  # of a rollout that was given up
-            self._note(rollout=rollout, progress=NOTHING_YET, num_steps=0)
+            self._note(rollout=rollout, progress=RolloutProgress(), num_steps=0)
         if self._report.is_at_rest:
             self._asked += requests
         else:
