@@ -140,8 +140,6 @@ class RolloutDataModule(PolicyDataModule):
         self._read_arguments()
         self.backlog, self.answer_lengths = Backlog(schedule), AnswerLengths()
         self.cursor: PromptCursor | None = None
-        self._room = 1 if max_prompt_tokens is None else max_prompt_tokens
-        self._settings = self._settings_with(CPU_SIZE if micro_batch_tokens is None else micro_batch_tokens)
         self._iteration: PolicyIteration | None = None
         self._spoken: dict[str, tuple[PromptSource, Turns]] = {}  # how conversations of train and val are written
 
@@ -160,6 +158,8 @@ class RolloutDataModule(PolicyDataModule):
         self.rewards = as_terms(self.rewards)
         self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
+        self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
+        self._settings = self._settings_with(CPU_SIZE if self.micro_batch_tokens is None else self.micro_batch_tokens)
         keep_arguments(self, {name: getattr(self, name) for name in signature(RolloutDataModule).parameters})
 
     # Set-up and tear-down
@@ -242,7 +242,6 @@ class RolloutDataModule(PolicyDataModule):
         module.check_networks()
         check_models(module.network_settings)
         self._fit_sampling()
-        self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
         self._settings = self._settings_with(self._pass_sizes()[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)

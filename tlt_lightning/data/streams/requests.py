@@ -46,7 +46,7 @@ class RequestStream(Iterator[Response]):
         return engine.updates_running and (engine.runs_on or not engine.sleeps) and engine.num_ranks == 1
 
     def speak(self, source: PromptSource, turns: Turns, room: int) -> None:
-        """Hold conversations from now on as a source of prompts wants them, the longest of which has `room` tokens."""
+        """Say how conversations are held from now on: as `source` has its prompts, the longest of `room` tokens."""
 
     def begin(self) -> None:
         """Count progress from here on: from the engine's last step where it writes unread, else from now."""
