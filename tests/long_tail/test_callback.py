@@ -113,7 +113,6 @@ class Loop:
         self.engine = make_engine(fixed())
         callback.on_engine_setup(self.trainer, self.module, self.engine)
         callback.setup(self.trainer, self.module, "fit")
-        callback.on_fit_start(self.trainer, self.module)
         self.trainer.world_size = world_size
 
     @property
@@ -148,7 +147,7 @@ def test_another_run_of_the_same_callback_begins_its_first_iteration_anew() -> N
     loop = Loop(make_callback())
     for _ in range(2):  # the first is interrupted in the iteration that the second begins with
         loop.module.hidden_state_request = None
-        loop.callback.on_fit_start(loop.trainer, loop.module)
+        loop.callback.setup(loop.trainer, loop.module, "fit")
         assert loop.begin_iteration(0)
         assert loop.begin_iteration(0)  # another rollout of it
 
@@ -205,7 +204,6 @@ def test_a_resumed_run_that_validates_first_drafts_with_its_policys_rows() -> No
     state = loop.callback.state_dict()
     resumed, pushed = Loop(other), list[dict[str, torch.Tensor]]()
     resumed.callback.load_state_dict(copy.deepcopy(state))
-    resumed.callback.on_fit_start(resumed.trainer, resumed.module)
     resumed.callback._served.push = lambda publisher: pushed.append(dict(publisher.published()))  # type: ignore[method-assign]
     with torch.no_grad():
         resumed.module.policy.get_output_embeddings().weight.mul_(3)

@@ -26,7 +26,6 @@ from tlt_lightning.policy import causal_lm
 from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.rollout import RolloutBatch
 from tlt_lightning.seeds import iteration_seed
-from tlt_lightning.training.resume import begins_run
 
 _LEAST_STATES = 0.1  # of an iteration's tokens: some are held out, and a decision needs several prompts
 
@@ -101,17 +100,11 @@ class LongTailIdleCallback(DrafterCallback):
         super().setup(trainer, pl_module, stage)
         sampling = trainer.datamodule.sampling  # type: ignore[attr-defined]
         self.drafter.acceptance = self.drafter.acceptance.of(sampling)
-        if begins_run(trainer):
-            self._plan = DrafterPlan()
+        self._plan = DrafterPlan()  # that of a checkpoint comes later
 
     @override
     def expected_speedup(self, quality: DraftQuality) -> float | None:
         return self._served.expected_speedup(quality)
-
-    @override
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._plan.started is not None:  # by an earlier run, perhaps in the iteration that this one begins with
-            self._plan = DrafterPlan()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
