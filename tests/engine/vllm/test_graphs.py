@@ -129,10 +129,9 @@ class GivenPlan(GraphPool):
     """The same graphs whatever can be chosen."""
 
     def __init__(self, *graphs: FullGraph) -> None:
-        super().__init__()
         self.given = GraphPlan(tuple(sorted(graphs)), (8, 16, 32, 64, 128))
 
-    def plan(self, arms: Any, capture_sizes: Any, costs: Any = None) -> GraphPlan:
+    def plan(self, arms: Any, capture_sizes: Any) -> GraphPlan:
         return self.given
 
 
