@@ -55,7 +55,7 @@ def planned_memory(engine: Any, policy: str, *, max_model_len: int, device_bytes
     head = {} if saved is None else saved.tensors
     held = {
         "engine, weights": _weights(shapes, width, engine.quantization.quantized_layers(shapes)) / engine.num_ranks,
-        "engine, drafter": sum(_weights(part, width) / by for by, part in _split(head, engine.num_ranks).items()),
+        "engine, drafter": _head(head, width, engine.num_ranks),
         "engine, graphs": 0.0 if engine.enforce_eager else _graphs(engine, config.num_hidden_layers, bool(head)),
         "engine, a step": _step(config, engine, step_tokens(device_bytes)),
         "engine, sampled drafts": 0.0 if path is None else _drafts(config, engine, width),
@@ -76,12 +76,10 @@ def _weights(shapes: Mapping[str, tuple[int, ...]], width: int, quantized: Colle
     return float(sum(prod(shape) * (1 if name in narrow else width) for name, shape in shapes.items()))
 
 
-def _split(head: Mapping[str, tuple[int, ...]], num_ranks: int) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Return a head's tensors by the ranks of an engine that share each: all, or none for `fc` and norms."""
-    parts: dict[int, dict[str, tuple[int, ...]]] = {1: {}, num_ranks: {}}
-    for name, shape in head.items():
-        parts[1 if len(shape) == 1 or "fc." in name else num_ranks][name] = shape
-    return parts
+def _head(shapes: Mapping[str, tuple[int, ...]], width: int, num_ranks: int) -> float:
+    """Return a rank's bytes of a head: ranks of an engine share its tensors, but each has all of `fc` and norms."""
+    parts = {name: 1 if len(shape) == 1 or "fc." in name else num_ranks for name, shape in shapes.items()}
+    return float(sum(prod(shape) * width / parts[name] for name, shape in shapes.items()))
 
 
 def _token(config: Any, engine: Any, width: int, num_own: int) -> float:

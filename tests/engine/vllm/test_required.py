@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.internals import check_version
+from tlt_lightning.engine.vllm.patches import PATCHES
 
 _PROPOSE = (
     "propose(input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, "
@@ -121,6 +122,7 @@ REQUIRED: dict[str, str] = {
         "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to); _expand"
     ),
     "v1.sample.ops.logprobs": "batched_count_greater_than",
+    "v1.sample.sampler": "batched_count_greater_than",
     "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
         "_setup_kernel(layer, w13, w2); moe_kernel"
     ),
@@ -366,3 +368,9 @@ def test_every_attribute_of_vllm_that_is_used_is_among_those_that_are_checked() 
     known |= set(re.findall(r"\w+", " ".join([*REQUIRED.values(), *(key.rpartition(".")[2] for key in REQUIRED)])))
     used = {(name, path.name) for path in ROOM.rglob("*.py") for name in attributes(path)}
     assert sorted(pair for pair in used if pair[0] not in known) == []
+
+
+def test_all_that_repairs_stand_around_is_among_what_is_checked() -> None:
+    places = [place.removeprefix("vllm.").rpartition(".") for patch in PATCHES for place in patch.around]
+    of_vllm = [(owner, name) for owner, _, name in places if owner != "torch.cuda.graph" and name != "__init__"]
+    assert [(owner, name) for owner, name in of_vllm if not re.search(rf"\b{name}\b", REQUIRED.get(owner, ""))] == []

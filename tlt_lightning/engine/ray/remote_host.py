@@ -48,7 +48,7 @@ class RemoteHost:
         self.report = Report()
         """Its last."""
         self.num_deaths = 0
-        """Losses since it last answered a request; a process that never started may be lost with the one before it."""
+        """Losses since it last answered a request."""
         self._never_started = False
         self._pickled_engine, self._resources = pickled_engine, resources
         self.start()
@@ -115,8 +115,10 @@ class RemoteHost:
             raise RuntimeError(str(error.cause)) from error
         except RayError as error:
             if not responses:
-                never_started, self._never_started = self._never_started, self._waits_since < float("inf")
-                self.num_deaths += never_started or not self._never_started
+                has_started = self._waits_since == float("inf")
+                # One that never started may have been lost with the process before it, which counts.
+                self.num_deaths += has_started or self._never_started
+                self._never_started = not has_started
                 raise HostDied(str(error)) from error
         if responses:
             self.num_deaths = 0
