@@ -120,6 +120,7 @@ def test_only_output_folders_follow_the_root() -> None:
             ["--model.objective=Mine"],
             "There is no class `Mine`. Name one of your own with its module: `my_module.Name`.",
         ),
+        (["--model.objective=K3"], "objectives.base.PolicyObjective"),  # there is such a class, and it is no objective
         (["--data.sampling.stop_string=x"], "Did you mean `--data.sampling.stop_strings`?"),
         (["--objective=GRPO"], "Did you mean `--model.objective`?"),
         (["--model.objectiv.clip=1"], "Did you mean `--model.objective`?"),

@@ -33,10 +33,10 @@ def lost_name(error: BaseException | None) -> str:
                 return f"There is no module `{name}`, nor a file `{name}.py` here.{did_you_mean(name, files)}"
             case ValueError() if str(cause).startswith(_NO_CLASS):
                 name = str(cause).removeprefix(_NO_CLASS)
-                classes = {*tlt_lightning.__all__, *dir(objectives), *lightning.pytorch.callbacks.__all__}
-                if name.isidentifier() and name.lower() not in ("true", "false", "null", "none"):
+                known = {*tlt_lightning.__all__, *dir(objectives), *lightning.pytorch.callbacks.__all__}
+                if name.isidentifier() and name not in known and name.lower() not in ("true", "false", "null", "none"):
                     own = " Name one of your own with its module: `my_module.Name`."
-                    return f"There is no class `{name}`.{did_you_mean(name, classes) or own}"
+                    return f"There is no class `{name}`.{did_you_mean(name, known) or own}"
     return ""
 
 
