@@ -160,10 +160,7 @@ class BatchTap:
     """
 
     def __init__(self, model: nn.Module, request: HiddenStateRequest, batch: RolloutBatch, policy_version: int) -> None:
-        self.model = model
-        self.request = request
-        self.batch = batch
-        self.policy_version = policy_version
+        self.model, self.request, self.batch, self.policy_version = model, request, batch, policy_version
         self._lengths: list[int] = batch.lengths.tolist()
         self._missing = set(request.rows(self._lengths))
         self._texts: dict[int, PolicyText] = {}

@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt_lightning.objectives import GAE, K1, PPO, GroupNormalized, KLPenalty, explained_variance, whiten
+from tlt_lightning.objectives import (
+    GAE,
+    K1,
+    PPO,
+    BehaviourPolicy,
+    GroupNormalized,
+    KLPenalty,
+    explained_variance,
+    whiten,
+)
 
 
 def identity(x: Tensor) -> Tensor:
@@ -86,6 +95,15 @@ def test_what_ppo_needs_from_the_trainer() -> None:
     assert PPO(reward_kl=KLPenalty()).needs_reference
     assert PPO().min_group_size == 1
     assert PPO().target_kl is None
+
+
+def test_how_old_a_text_is_moves_no_policy(vectors: Any) -> None:
+    """`target_kl` would end the updates of an asynchronous iteration before the first."""
+    batch = vectors.batch
+    batch.advantages = batch.returns = torch.zeros_like(vectors.logps)
+    objective = PPO(proximal=BehaviourPolicy())
+    assert not torch.equal(batch.rollout_logps, batch.old_logps)
+    assert objective.loss(batch, batch.old_logps, vectors.entropy, batch.values).metrics["train/approx_kl"] == 0
 
 
 def test_an_advantage_without_targets_for_the_critic_is_refused() -> None:

@@ -123,6 +123,7 @@ class ComposedObjective(PolicyObjective):
         proximal_logps = old_logps
         if self.surrogate.has_ratio:
             proximal_logps = self._proximal(batch.asynchronous)(old_logps, rollout_logps)
+        start = old_logps if self.needs_critic else proximal_logps  # `target_kl` stops no iteration for its text's age
 
         losses, clipped = self.surrogate(logps, proximal_logps, advantages, mask)
         if losses.shape != mask.shape:
@@ -136,7 +137,7 @@ class ComposedObjective(PolicyObjective):
         metrics = {
             "train/entropy": token_mean(entropy, batch),
             "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
-            "train/approx_kl": token_mean(k3(proximal_logps, logps), batch),
+            "train/approx_kl": token_mean(k3(start, logps), batch),
             "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
             "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
             "mismatch/ratio_max": ratio.max(),
