@@ -104,6 +104,14 @@ def test_a_text_that_has_ended_is_read_to_its_end(monkeypatch: pytest.MonkeyPatc
     assert [text.request_id for text in made._members[0]] == ["b"]
 
 
+def test_texts_that_nobody_looks_up_are_forgotten_with_their_group() -> None:
+    made = Texts()
+    made.grow("a", [20, 21, 22])
+    for request_id in ("a", "b"):
+        made.remove(request_id)
+    assert [text.request_id for members in made._members.values() for text in members] == ["other"]
+
+
 def test_a_response_that_is_continued_drafts_for_its_siblings_and_they_for_it() -> None:
     made = Texts()
     made.written["c"] = [*PROMPT, 20, 21, 22, 23]

@@ -154,8 +154,11 @@ class LookupDrafter:
 
     def remove(self, request_id: str) -> None:
         """End a response; siblings can still look in it."""
-        if self._texts.pop(request_id, None) is not None and "ngram" in self.indices:
+        text = self._texts.pop(request_id, None)
+        if "ngram" in self.indices:
             self.indices["ngram"].clear(request_id)
+        if text is not None and all(each.request_id not in self._texts for each in self._members.get(text.group, ())):
+            self._members.pop(text.group, None)  # nobody is left to look in what is not read
 
     def clear(self) -> None:
         """Forget all responses; what was learned about sources stays."""

@@ -3,7 +3,9 @@
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -206,6 +208,16 @@ def test_a_response_that_ends_while_a_report_is_made_is_in_the_next() -> None:
         assert host._ended == []
     writer.join()
     assert [response.request_id for response in host.take(0).responses] == [0]
+
+
+def test_an_engine_tells_what_it_had_drafted_when_new_weights_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, counts = EngineHost("Engine 0"), {"drafts": 3.0}
+    host._engine = FaultyEngine()
+    monkeypatch.setattr(host._engine, "stats", lambda: {**counts})
+    monkeypatch.setattr(host._engine, "update_weights", lambda *_: counts.update(drafts=0.0))
+    host.tell(1, partial(EngineHost.update, kind="weights"), ("weights", cast("Any", SimpleNamespace(version=1))))
+    host._carry_out()
+    assert host.take(0).stats == {"drafts": 3.0}
 
 
 def test_what_was_being_written_ends_with_close(failing: RayEngine) -> None:

@@ -146,7 +146,7 @@ class EngineHost:
                 self._ended.append(response)
                 self._note()
         self._before = replace(self._report.progress, waiting=0, running=0)
-        self._note(is_at_rest=True, **self._learned())
+        self._note(is_at_rest=True, stats=self._engine.stats(), state=self._engine.state_dict())
 
     def _after_step(self, progress: RolloutProgress) -> None:
         before = self._before
@@ -158,9 +158,6 @@ class EngineHost:
         )
         self._report = replace(self._report, progress=total, num_steps=self._report.num_steps + 1)
         self._carry_out()
-
-    def _learned(self) -> dict[str, Any]:
-        return {"stats": self._engine.stats(), "state": self._engine.state_dict()}
 
     def _note(self, **news: Any) -> None:
         with self._changed:
@@ -187,13 +184,14 @@ class EngineHost:
             return False
         number, new = self._newest[kind]
         if self._loaded.get(kind, 0) < number:
+            stats = self._engine.stats()  # new weights begin other counts
             with self._clock.within("weights"):
                 if kind == "weights":
                     self._engine.update_weights(new, new.version)
                 else:
                     self._engine.update_drafter(new, new.version, new.accepted)
             self._loaded[kind] = number
-            self._note(**self._learned())
+            self._note(stats=stats, state=self._engine.state_dict())
         return True
 
     def warm_up(self, num_requests: int) -> bool:

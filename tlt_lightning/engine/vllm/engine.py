@@ -283,6 +283,7 @@ class VLLMEngine(RolloutEngine):
         reload_policy(engine, tensors)
         writer.weights_changed(version, keep_cache=self.kv_on_update == "keep")
         if self._speculative is not None:
+            self._speculative.begin_rollout()  # an iteration counts from its weights on, also where requests run on
             self._speculative.controller.weights_changed()
         self.policy_version = version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
 from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any
@@ -213,7 +213,7 @@ class RequestWriter:
                 self._speculative.add(request, internal_id, tokens)
 
     def _ended(self, output: RequestOutput) -> Response:
-        drafts = {} if self._speculative is None else self._speculative.verified_for
+        drafts = () if self._speculative is None else self._speculative.verified_for.pop(output.request_id)
         request = self._running.pop(int(output.request_id))
         cuts = [*self._cuts.pop(request.id, ()), (self._version, len(output.outputs[0].token_ids))]
         response = joined(request, as_response(output, cuts, drafts))
@@ -285,15 +285,13 @@ def sampling_params(sampling: Sampling, request: Request, end_token_ids: Sequenc
     )
 
 
-def as_response(
-    output: RequestOutput, cuts: Sequence[tuple[int, int]], drafts: Mapping[str, Sequence[VerifiedDraft]]
-) -> Response:
+def as_response(output: RequestOutput, cuts: Sequence[tuple[int, int]], drafts: Sequence[VerifiedDraft]) -> Response:
     """Return the response in a finished output of vLLM.
 
     Args:
         output: Of one response.
         cuts: The versions of the weights that wrote it, and how many tokens it had when each of them ended.
-        drafts: Those verified, by request.
+        drafts: Those verified.
     """
     completion, starts = output.outputs[0], [0, *(end for _, end in cuts)]
     versions, counts = merged([(version, end - start) for (version, end), start in zip(cuts, starts, strict=False)])
@@ -305,6 +303,6 @@ def as_response(
         logps=completion.logprobs.logprobs,  # type: ignore[union-attr]
         finish_reason="unfinished" if completion.finish_reason == "abort" else completion.finish_reason,
         policy_versions=versions,
-        drafts=drafts.get(output.request_id, ()),
+        drafts=drafts,
         version_tokens=counts,
     )

@@ -156,9 +156,10 @@ class SpeculativeRunner(ABC):
         self._lookups = {}
         if self.catch_up is not None and output.preempted_req_ids:
             self.catch_up.drop(output.preempted_req_ids)  # whoever comes back reads everything anew
-        if (lookups := self.controller.lookups) is not None:
-            for request_id in output.finished_req_ids:
-                lookups.remove(request_id)
+        for request_id in output.finished_req_ids:
+            self.verified.pop(request_id, None)
+            if self.controller.lookups is not None:
+                self.controller.lookups.remove(request_id)
 
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts to verify in the next step, given what vLLM's own drafter proposed."""

@@ -268,12 +268,20 @@ def test_who_begins_after_an_update_reads_its_prompt_with_the_new_weights(setup:
 
 
 def test_updates_between_all_steps_leave_every_response_whole(setup: Setup) -> None:
-    """Some end in the step that an update cuts short; what is stopped right after one has no empty segment."""
+    """Some end in the step that an update cuts short; what is stopped right after one has no empty segment.
+
+    Each begins the counts of drafts anew, and of whom has ended none are kept: a run may have no other end.
+    """
     requests = [replace(each, max_tokens=1 + 2 * each.id) for each in asked(8)]
     setup.push(0)
+    runner = setup.engine.inspect().speculative_runner
 
     def push(step: int) -> None:
         setup.push(step)
+        if runner is not None:
+            assert runner.controller.counters.decode_steps == 0
+            assert len(runner.verified_for) == len(setup.scheduler.requests)
+            assert runner.verified.keys() <= setup.scheduler.requests.keys() | setup.scheduler.finished_req_ids
         if step == 9:
             setup.engine.stop([7])
 
