@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from tlt_lightning import DynamicSampling, PartialRollout, RolloutSchedule, Sampling
 from tlt_lightning.data import iteration
@@ -15,7 +16,7 @@ from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.objectives import GRPO
+from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.schedules.answer_lengths import AnswerLengths
 from tlt_lightning.schedules.backlog import Backlog
@@ -323,3 +324,12 @@ def test_a_trial_run_has_its_number_of_prompts_a_rank_and_one_step() -> None:
     rank.trainer.fast_dev_run = 3
     trial = rank.iteration.settings.of_dev_run(rank.trainer)
     assert (trial.prompts_per_iteration, trial.num_steps, trial.group_size) == (6, 1, 2)
+
+
+def test_dynamic_sampling_has_responses_to_compare() -> None:
+    """Of a single response no prompt would do, and each iteration would throw away what it drew in vain."""
+    rank = OneRank(dynamic_sampling=DynamicSampling(), group_size=1, micro_batch_tokens=2000)
+    settings = rank.iteration.settings
+    with pytest.raises(MisconfigurationException, match=r"1 is too small for dynamic sampling, .* at least 2"):
+        settings.check(ReinforcePlusPlus(), rank.trainer)
+    replace(settings, dynamic_sampling=None).check(ReinforcePlusPlus(), rank.trainer)

@@ -78,8 +78,9 @@ class IterationSettings:
                     f"`objective.{name}` {limit} has to be the longest response, and `data.sampling.max_tokens` is "
                     f"{max_tokens}; make them equal."
                 )
-        if group_size < objective.min_group_size:
+        if group_size < (least := max(objective.min_group_size, 1 if self.dynamic_sampling is None else 2)):
+            who = "dynamic sampling" if objective.min_group_size < least else type(objective).__name__
             raise MisconfigurationException(
-                f"`data.group_size` {group_size} is too small for {type(objective).__name__}, whose advantages compare "
-                f"the responses to one prompt: use at least {objective.min_group_size}."
+                f"`data.group_size` {group_size} is too small for {who}, which compares the responses to one prompt: "
+                f"use at least {least}."
             )
