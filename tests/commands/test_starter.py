@@ -10,7 +10,7 @@ import yaml
 
 from tlt_lightning import LongTailIdleCallback
 from tlt_lightning.commands.cli import run_cli
-from tlt_lightning.commands.starter import RECIPES, read_recipes, run_init, run_recipes
+from tlt_lightning.commands.starter import RECIPES, read_recipes, run_init, run_recipes, write_start
 from tlt_lightning.long_tail.supervised import SupervisedDrafterCallback
 
 
@@ -52,6 +52,16 @@ def test_init_writes_what_its_commands_name(
     assert [file for file in files if not (tmp_path / "my run" / file).is_file()] == []
     ast.parse((tmp_path / "my run/my_reward.py").read_text())
     assert (tmp_path / "my run/callbacks/length_histogram.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("docs/index.md", "## Faster rollouts"), ("recipes/README.md", "`speculation.yaml` goes")]
+)
+def test_a_folder_has_the_overlays_that_pages_promise(page: str, heading: str, tmp_path: Path) -> None:
+    write_start(tmp_path / "run", read_recipes()["quickstart"])
+    promised = (RECIPES.resolve().parent / page).read_text().partition(f"\n{heading}")[2].partition("\n## ")[0]
+    names = set(re.findall(r"`(?:-c recipes/)?(\w+\.yaml)`", promised)) - {"mine.yaml", "drafter_warmup.yaml"}
+    assert {"speculation.yaml", "ray.yaml"} <= names <= {path.name for path in (tmp_path / "run/recipes").iterdir()}
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ TEXTS = """\
 """
 YOURS = ("mine.yaml", "my_reward.py", "my_environment.py")
 OVERLAYS = (
-    *("speculation.yaml", "adaptive_drafter.yaml", "fp8.yaml"),
-    *("tail_batching.yaml", "partial_rollout.yaml", "async.yaml", "distillation.yaml"),
+    *("speculation.yaml", "adaptive_drafter.yaml", "block_drafter.yaml", "fp8.yaml"),
+    *("tail_batching.yaml", "partial_rollout.yaml", "async.yaml", "ray.yaml", "distillation.yaml"),
 )
 """Files of recipes that go on top of any other, to be named before `mine.yaml`."""
 OVERLAYS_OF_TEXTS = ("sft_drafter.yaml",)
