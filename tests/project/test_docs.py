@@ -90,8 +90,8 @@ def test_the_six_lines_of_the_readme_train_and_show_the_reward(
 def test_your_own_callback_reward_and_selector_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     own: dict[str, Any] = {}
     exec(python_blocks(README)[1], own)
-    assert own["FewLeft"](5).select(SelectorState(batch_size=17)).is_off
-    assert own["FewLeft"](5).select(SelectorState(batch_size=16)).num_draft_tokens == 5
+    assert own["Tail"](5).select(SelectorState(batch_size=17)).is_off
+    assert own["Tail"](5).select(SelectorState(batch_size=16)).num_draft_tokens == 5
     (reward,) = (code for _, title, code in BLOCK.findall(README) if title == "my_reward.py")
     exec(reward, own)
     row = {"answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
