@@ -97,9 +97,7 @@ class HiddenStateTap:
         num_layers = len(trunk.layers)
         if wrong := [layer for layer in layer_ids if not 0 <= layer <= num_layers]:
             raise ValueError(f"`layer_ids` names {wrong}, but the policy's layers are 0 to {num_layers}.")
-        self.layer_ids = tuple(layer_ids)
-        self.rows = list(rows)
-        self.starts = starts
+        self.layer_ids, self.rows, self.starts = tuple(layer_ids), list(rows), starts
         modules = [*trunk.layers, trunk.norm]  # the input of each is the output of the layer before
         self._sources: dict[int, nn.Module] = {layer: modules[layer] for layer in (*layer_ids, num_layers)}
         self._last = num_layers

@@ -26,6 +26,7 @@ from tlt_lightning.objectives import (
     MaskedImportance,
     OldPolicy,
     PlainPolicyGradient,
+    TruncatedImportance,
 )
 from tlt_lightning.objectives.correction import effective_sample_size
 from tlt_lightning.training.micro_batches import end_step
@@ -159,6 +160,19 @@ def test_of_text_half_a_nat_off_one_step_clips_nothing_but_against_its_writer() 
         share = effective_sample_size({name: value.item() for name, value in end_step([metrics]).items()})
         assert share == pytest.approx(0.824, abs=0.002)  # E[min(w, 2)]^2 / E[min(w, 2)^2] of the log-normal
     assert behaviour["train/approx_kl"].item() == pytest.approx(0.125, abs=0.003)
+
+
+def test_weights_that_nothing_has_are_not_measured_by_the_sequence(vectors: SimpleNamespace) -> None:
+    """Long responses would have a tiny effective sample, for which the run would end."""
+    vectors.batch.advantages = torch.ones_like(vectors.logps)
+    by_level = [
+        GRPO(proximal=BehaviourPolicy(), correction=TruncatedImportance(level=level)).loss(
+            vectors.batch, vectors.logps, vectors.entropy, None
+        )
+        for level in ("token", "sequence")
+    ]
+    assert by_level[0].loss == by_level[1].loss
+    assert by_level[0].metrics == by_level[1].metrics
 
 
 def test_the_ratio_alone_makes_up_for_the_age_of_the_text(random_vectors: RandomVectors) -> None:

@@ -43,9 +43,7 @@ class DrafterBuffer:
 
     @checked()
     def __init__(self, max_bytes: Count, held_out_share: Share = 0.25, previous_share: Share = 0.25) -> None:
-        self.max_bytes = max_bytes
-        self.held_out_share = held_out_share
-        self.previous_share = previous_share
+        self.max_bytes, self.held_out_share, self.previous_share = max_bytes, held_out_share, previous_share
         self.clear()
 
     def clear(self) -> None:

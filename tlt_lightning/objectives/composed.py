@@ -131,7 +131,10 @@ class ComposedObjective(PolicyObjective):
                 f"`{type(self.surrogate).__name__}` returned a loss of shape {tuple(losses.shape)}, which would be "
                 f"spread over the tokens: return one for each token, {tuple(mask.shape)}."
             )
-        level: Level = "token" if self.correction is None else self.correction.level
+        correction = self.correction
+        if correction is not None and self.clips_behaviour(asynchronous=batch.asynchronous):
+            correction = TruncatedImportance()  # of 1: the ratio makes up for the age, token by token
+        level: Level = "token" if correction is None else correction.level
         ratio = importance_weights(old_logps, rollout_logps, mask, level)
         surprise = -logps - entropy  # 0 in the mean for tokens drawn from this very policy
         metrics = {
@@ -144,9 +147,9 @@ class ComposedObjective(PolicyObjective):
             "mismatch/surprise": token_mean(surprise, batch),
             "mismatch/surprise_square": token_mean(surprise.square(), batch),
         }
-        if self.correction is not None:
-            losses = losses * self.correction(proximal_logps, rollout_logps, mask)
-            weights = self.correction(old_logps, rollout_logps, mask)  # how old the text is, whoever makes up for it
+        if correction is not None:
+            losses = losses * correction(proximal_logps, rollout_logps, mask)
+            weights = correction(old_logps, rollout_logps, mask)  # how old the text is, whoever makes up for it
             metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
             metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
             metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)
