@@ -12,6 +12,7 @@ from typing_extensions import override
 from tlt_lightning.arguments import Count, NotNegative, checked
 from tlt_lightning.engine.base import NamedTensors, OnProgress, RolloutEngine
 from tlt_lightning.engine.requests import check_requests
+from tlt_lightning.engine.usual import usual_engine
 from tlt_lightning.ranks.joined_ranks import count_ranks, own_rank
 from tlt_lightning.rollout import Request, Response, Sampling
 
@@ -25,8 +26,8 @@ class RayEngine(RolloutEngine):
     They write while the policy is trained, and take new weights while they write; `docs/ray.md` tells what travels how.
 
     Args:
-        engine: What each of them is, such as a `VLLMEngine`, with weights and all settings of its own. Its
-            `max_num_seqs` and cache are those of one.
+        engine: What each of them is, such as a `VLLMEngine`, with weights and all settings of its own; None takes what
+            suits this machine. Its `max_num_seqs` and cache are those of one.
         num_engines: How many, over all ranks; each rank has as many of its own.
         gpus_per_engine: GPUs of each; None takes one for each of its ranks (`tensor_parallel`) where the trainer has
             one or Ray finds any.
@@ -39,14 +40,15 @@ class RayEngine(RolloutEngine):
     @checked()
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RolloutEngine | None = None,
         num_engines: Count = 1,
         gpus_per_engine: Annotated[NotNegative | None, "None derives it."] = None,
         address: str | None = None,
     ) -> None:
         if importlib.util.find_spec("ray") is None:
             raise ImportError("`RayEngine` needs Ray: `pip install tlt-lightning[ray]`.")
-        self.engine, self.num_engines, self.address = engine, num_engines, address
+        self.engine = engine = usual_engine() if engine is None else engine
+        self.num_engines, self.address = num_engines, address
         self.gpus_per_engine = gpus_per_engine
         self.can_stop, self.seeds_requests = engine.can_stop, engine.seeds_requests
         self.updates_running = engine.updates_running
