@@ -61,22 +61,18 @@ def launch(out: Path, *arguments: str) -> dict[str, float]:
 @pytest.mark.gpu
 @pytest.mark.timeout(900)  # three starts of two engines
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(("options", "apart"), [("gpu full checkpointing", 0.03), ("gpu lora", 0.05)])
-def test_two_gpus_learn_sharded_as_they_do_whole(options: str, apart: float, prompts_path: str, tmp_path: Path) -> None:
-    """In bfloat16, whose rounding makes other texts: both strategies' engines agree with the policy alike.
-
-    A run moves a weight by at most 0.012, adapters move it by 0.019 (measured on a CPU), so that two runs on other
-    texts end less than `apart` from each other.
-    """
+@pytest.mark.parametrize("options", ["gpu full checkpointing", "gpu lora"])
+def test_two_gpus_learn_sharded_as_they_do_whole(options: str, prompts_path: str, tmp_path: Path) -> None:
+    """In bfloat16, whose rounding makes other texts: both strategies' engines agree with the policy alike."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     policy = str(save_policy(tmp_path / "policy", initializer_range=0.05, **shape))
     ddp, fsdp2, resumed = (tmp_path / name for name in ("ddp", "fsdp2", "resumed"))
     metrics = [launch(out, policy, prompts_path, out.name, options) for out in (ddp, fsdp2)]
     assert all(each["mismatch/kl"] < 0.01 for each in metrics), metrics
     torch.testing.assert_close(weights(fsdp2, 1), weights(fsdp2, 0), atol=0, rtol=0)
-    torch.testing.assert_close(weights(fsdp2), weights(ddp), atol=apart, rtol=0.03)
+    torch.testing.assert_close(weights(fsdp2), weights(ddp), atol=0.03, rtol=0.03)  # steps of AdamW at 3e-3
     launch(resumed, policy, prompts_path, "fsdp2", options, str(fsdp2 / "within.ckpt"))
-    torch.testing.assert_close(weights(resumed), weights(fsdp2), atol=apart / 3, rtol=0.01)
+    torch.testing.assert_close(weights(resumed), weights(fsdp2), atol=0.01, rtol=0.01)
 
 
 @pytest.mark.vllm
