@@ -16,6 +16,7 @@ from tlt_lightning import RayEngine, Request, Response, RolloutProgress, Samplin
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import fleet, remote_host, snapshot
 from tlt_lightning.engine.ray.host import EngineHost
+from tlt_lightning.engine.usual import usual_engine
 
 pytestmark = pytest.mark.ray
 
@@ -208,6 +209,12 @@ def test_a_response_that_ends_while_a_report_is_made_is_in_the_next() -> None:
         assert host._ended == []
     writer.join()
     assert [response.request_id for response in host.take(0).responses] == [0]
+
+
+def test_engines_suit_the_machine_unless_they_are_named() -> None:
+    engine, usual = RayEngine().engine, usual_engine()
+    assert type(engine) is type(usual)
+    assert (engine.dtype, engine.enforce_eager) == (usual.dtype, usual.enforce_eager)  # type: ignore[attr-defined]
 
 
 def test_an_engine_tells_what_it_had_drafted_when_new_weights_came(monkeypatch: pytest.MonkeyPatch) -> None:
