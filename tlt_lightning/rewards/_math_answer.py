@@ -12,12 +12,13 @@ from sympy import And, Eq, Expr, Float, Integer, Mul, Pow, Rational, Set, Uneval
 
 UNDONE = (r"\int", r"\sum", r"\prod", r"\lim", r"\fracd")
 """Beginnings of LaTeX that is no answer, except where it is expected."""
+MIXED = re.compile(r"(?<![\w.,])(\d{1,9}) +(\d{1,9})/(\d{1,9})\b")
+"""Matches a mixed number such as `3 1/2`, which math-verify takes for 2."""
 
 
 def answer(gold: str, text: str, prompt: str) -> bool:
     """Return True if the answer in `text` equals `gold`, and does not repeat an expression of the prompt."""
-    mixed = r"(?<![\w.,])(\d{1,9}) +(\d{1,9})/(\d{1,9})\b"  # `3 1/2`, which math-verify takes for 2
-    gold, text = (re.sub(mixed, lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", each) for each in (gold, text))
+    gold, text = (MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", each) for each in (gold, text))
     expected = parse(rf"\boxed{{{gold}}}", parsing_timeout=None)
     if not expected:
         raise ValueError(f"no expression in the expected answer {gold!r}")
