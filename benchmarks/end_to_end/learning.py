@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> None:
         "--arms", nargs="+", default=["plain"], help="names, each with its overlays: NAME=FILE[,FILE or --OPTION=VALUE]"
     )
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side, on one device")
+    parser.add_argument("--reach", type=float, help="reward; say when the mean of three iterations was there")
     args = parser.parse_args(arguments)
     name, runs, failed = Path(args.recipe[-1]).stem, list[dict[str, Any]](), list[str]()
     with ThreadPoolExecutor(args.at_once) as pool:
@@ -87,7 +88,11 @@ def main(arguments: list[str]) -> None:
                 continue
             runs.append({"arm": arm, **read_run(folder), "seed": seed})
             record = {**about(name, args.note, args.seed, on_cpu=False), "runs": runs, "failed": failed}
-            lines = [*heading("Learning", record), *table(*rows_of(runs)), *(["", *failed] if failed else [])]
+            lines = [
+                *heading("Learning", record),
+                *table(*rows_of(runs, args.reach)),
+                *(["", *failed] if failed else []),
+            ]
             save(args.out / f"learning_{name}", record, lines)
             picture(runs, args.out / f"learning_{name}.png")
     if failed:
@@ -119,8 +124,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run | {"curves": {metric: curve for metric, curve in curves.items() if curve}}
 
 
-def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return header and rows of the table: one run a row."""
+def rows_of(runs: Sequence[Mapping[str, Any]], goal: float | None = None) -> tuple[list[str], list[list[Any]]]:
+    """Return header and rows of the table: one run a row, with its seconds to a reward if there is one to reach."""
     header = ["arm", "seed", "iterations", "accuracy before", "after", "reward, first fifth", "last fifth"]
     has_turns = any("environment/turns" in run["curves"] for run in runs)
     header += ["turns, first fifth", "last fifth"] * has_turns
@@ -135,8 +140,19 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any
                 for time in ("time/iteration", "time/rollout", "time/drafter")
             ]
             + [run["seconds"]]
+            + ([seconds_to(run, goal)] if goal is not None else [])
         )
-    return [*header, "median s per iteration", "of it rollout", "drafter", "seconds in all"], rows
+    header += ["median s per iteration", "of it rollout", "drafter", "seconds in all"]
+    return [*header, *([f"iterations' s to reward {goal}"] if goal is not None else [])], rows
+
+
+def seconds_to(run: Mapping[str, Any], goal: float) -> float | None:
+    """Return the seconds of iterations until the mean reward of three is `goal`; None where it never is."""
+    rewards, seconds = ([value for _, value in run["curves"][name]] for name in ("reward/mean", "time/iteration"))
+    for end in range(3, len(rewards) + 1):
+        if statistics.mean(rewards[end - 3 : end]) >= goal:
+            return sum(seconds[:end])
+    return None
 
 
 def fifths(run: Mapping[str, Any], metric: str) -> list[float]:
