@@ -123,6 +123,7 @@ def test_the_plugins_of_the_docs_keep_their_duties(
     testing.check_selector(own["LongContexts"]())
     testing.check_objective(own["WeightedGRPO"]())
     testing.check_objective(own["Reinforce"]())
+    testing.check_objective(objectives.GRPO(advantage=own["AboveMean"]()))
     testing.check_schedule(own["OneWaits"]())
     assert [own["EarlyOnly"](2).decide(iteration, None) for iteration in (0, 1, 2)] == [0.2, 0.2, None]
 
