@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning_utilities.core.imports import RequirementCache
 
 import tlt_lightning
@@ -221,6 +222,26 @@ def test_an_objective_or_a_schedule_in_the_place_of_another_is_itself(
         cli = run_cli([*words, "-c", str(recipe), *chosen, *networks], run=False)
         assert cli.model.objective == replace(made, entropy_coef=0.5)
         assert cli.datamodule.schedule.extra is None
+
+
+@pytest.mark.parametrize("files", ["speculation ray", "ray speculation"])
+def test_ray_hosts_the_engine_that_other_files_describe(
+    files: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    recipes = [f"-c=recipes/{name}.yaml" for name in ("quickstart", *files.split())]
+
+    def engine(*words: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit):
+            run_cli(["fit", *recipes, *words, "--print_config"])
+        return yaml.safe_load(capsys.readouterr().out)["data"]["engine"]
+
+    ray = engine("--data.engine.engine.max_num_seqs=64")
+    hosted = ray["init_args"]["engine"]
+    assert (ray["class_path"], ray["init_args"]["num_engines"]) == ("tlt_lightning.RayEngine", 2)
+    assert (hosted["class_path"], hosted["init_args"]["kv_cache_gib"]) == ("tlt_lightning.VLLMEngine", 0.5)
+    assert (hosted["init_args"]["max_num_seqs"], hosted["init_args"]["speculation"]["siblings"]) == (64, True)
+    assert engine("--data.engine=VLLMEngine")["class_path"] == "tlt_lightning.VLLMEngine"
 
 
 def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(

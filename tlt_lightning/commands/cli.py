@@ -162,6 +162,8 @@ def settings_of_one_class() -> AbstractContextManager[None]:
     discard = _typehints.discard_init_args_on_class_path_change
 
     def discard_defaults(now_parser: Any, before: Any, now: Any) -> None:
+        if isinstance(before, Namespace) and before.get("class_path") not in (None, now["class_path"]):
+            _host(before, now, by_file=isinstance(now_parser, _typehints.ActionTypeHint))
         replaced = before.get("class_path") if isinstance(before, Namespace) and "init_args" in before else None
         if replaced is not None and replaced != now["class_path"]:
             defaults = _typehints.ActionTypeHint.get_class_parser(replaced, {}).get_defaults()
@@ -171,6 +173,18 @@ def settings_of_one_class() -> AbstractContextManager[None]:
         discard(now_parser, before, now)
 
     return replaced(_typehints, "discard_init_args_on_class_path_change", discard_defaults)
+
+
+def _host(before: Namespace, now: Namespace, *, by_file: bool) -> None:
+    """Let a `RayEngine` host the engine that it would replace, and one that a later file has in its place."""
+    from tlt_lightning.engine.ray.engine import RayEngine
+
+    classes = [_typehints.import_object(each["class_path"]) for each in (before, now)]
+    match [isinstance(each, type) and issubclass(each, RayEngine) for each in classes]:
+        case [False, True]:
+            before["init_args"], before["class_path"] = Namespace(engine=before.clone()), now["class_path"]
+        case [True, False] if by_file:
+            now["init_args"], now["class_path"] = Namespace(engine=now.clone()), before["class_path"]
 
 
 class _CLI(LightningCLI):
