@@ -14,7 +14,8 @@ from tlt_lightning.engine.transformers import TransformersEngine
 from tlt_lightning.model_files import read_config
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.policy import load_shapes, load_tokenizer
-from tlt_lightning.rollout import Sampling
+from tlt_lightning.rollout import RolloutBatch, Sampling
+from tlt_lightning.training.critic import CriticConfig
 from tlt_lightning.training.followed_metrics import watch_iteration_end
 from tlt_lightning.training.fsdp2 import FSDP2Strategy
 from tlt_lightning.training.memory.optimizer_state import has_composed_states
@@ -110,6 +111,30 @@ def check_has_data(trainer: L.Trainer) -> None:
             f"`RLModule` reads what a `RolloutDataModule` rolls out or a `SupervisedDataModule` reads, and was given "
             f"{given}: call `trainer.{function}(module, data)`."
         )
+
+
+def check_needs(objective: PolicyObjective, critic: CriticConfig | None, reference: str | None) -> None:
+    """Raise ValueError if an objective lacks the critic or the teacher that it learns from."""
+    name = type(objective).__name__
+    if objective.needs_critic and critic is None:
+        raise ValueError(f"`objective` {name} needs `critic`: `{{}}` is a value head on the policy's trunk.")
+    if objective.divergence is not None and reference is None:
+        raise ValueError(
+            f"`objective` {name} learns from a teacher: name it by `reference`. The policy itself would teach it "
+            "nothing."
+        )
+
+
+def check_numbers(batch: RolloutBatch) -> None:
+    """Raise ValueError unless what an update reads is a finite number for each token."""
+    for name in ("old_logps", "ref_logps", "values", "advantages", "returns"):
+        numbers = getattr(batch, name)
+        if numbers is not None and not (numbers.shape == batch.response_mask.shape and numbers.isfinite().all()):
+            raise ValueError(
+                f"`batch.{name}`, of shape {tuple(numbers.shape)}, has to be a finite number for each token, "
+                f"{tuple(batch.response_mask.shape)}: it would teach the policy nonsense. A callback may have changed "
+                "rewards; what is wrong with an objective `tlt_lightning.testing.check_objective` finds."
+            )
 
 
 def check_rewards(objective: PolicyObjective, scores: bool, *, draws_by_them: bool) -> None:

@@ -1,6 +1,19 @@
-"""Train the policy: turn a scored batch of rollouts into a loss."""
+"""Train the policy by reinforcement.
+
+An iteration is one Lightning epoch:
+
+    rollout     the engine writes responses to prompts             data/collector.py
+    reward      functions score each as soon as it has ended       rewards/pool.py
+    log-probs   of the policy and its reference; a critic's values  `RLModule.score`
+    advantage   by how much a response beats what was expected     `RLModule.estimate_advantages`
+    loss        of log-probs and advantages, pass by pass          `RLModule.training_step`
+    step        the Trainer's optimizer                            `RLModule.on_before_optimizer_step`
+
+`data/iteration.py` makes the first four, and cuts what comes of them into optimizer steps.
+"""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +27,7 @@ from typing_extensions import override
 from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.callbacks.usual import usual_callbacks
-from tlt_lightning.checks import check_has_data
+from tlt_lightning.checks import check_has_data, check_needs, check_numbers
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.shards import check_together
@@ -25,7 +38,9 @@ from tlt_lightning.metrics.held_out import HeldOutMetrics
 from tlt_lightning.model_files import HOW_TO_SAVE
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.base import PolicyObjective
+from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import PolicyWeights
+from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
@@ -43,18 +58,18 @@ from tlt_lightning.training.throughput import log_work
 class RLModule(L.LightningModule):
     """Trains a policy by reinforcement on a `RolloutDataModule`, or on the texts of a `SupervisedDataModule`.
 
-    Automatic optimization: gradient clipping, precision and schedulers are the Trainer's. One of its
-    batches is an optimizer step, whose micro-batches the module runs by itself.
+    A batch of the Trainer's is an optimizer step: the module runs its micro-batches by itself. All else is Lightning's
+    automatic optimization, with the Trainer's gradient clipping, precision and schedulers.
 
     Args:
         policy: Path or hub name of a Hugging Face causal language model.
         objective: What is maximised; None is `GRPO()`.
-        optimizer: Builds the optimizer from parameter groups; None is AdamW without weight decay, at a learning rate of
-            1e-6, for LoRA 1e-5; of `SFT` 2e-5 and 2e-4.
+        optimizer: Builds the optimizer from parameter groups. None is AdamW without weight decay, at a learning rate of
+            1e-6, or 1e-5 for adapters; for the objective `SFT` at 2e-5, or 2e-4.
         lr_scheduler: Builds a scheduler from the optimizer; stepped once per optimizer step.
         lora: Train LoRA adapters; None trains all weights.
-        reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off). Of
-            `Distillation` it is the teacher, of any size and with the policy's tokens, and has to be given.
+        reference: Frozen model for objectives with a KL penalty; None takes the initial policy (LoRA: adapters off).
+            For `Distillation` it is the teacher and has to be given: a model of any size with the policy's tokens.
         critic: How values are predicted, for objectives that need them (PPO).
         gradient_checkpointing: Recompute activations in the backward pass: a quarter slower, frees most of them.
         attn_implementation: Attention of Hugging Face: `sdpa`, `eager` or `flash_attention_2`.
@@ -79,120 +94,42 @@ class RLModule(L.LightningModule):
     ) -> None:
         super().__init__()
         keep_arguments(self, locals())
-        policy = text_of("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
-        if reference is not None:
-            reference = text_of("reference", reference, "Give a folder or hub name, or leave it out.")
-        objective = GRPO() if objective is None else objective
-        optimizer = optimization.usual_optimizer(objective.usual_rates, lora) if optimizer is None else optimizer
-        if objective.needs_critic and critic is None:
-            raise ValueError(
-                f"`objective` {type(objective).__name__} needs `critic`: `{{}}` is a value head on the policy's trunk."
-            )
-        if objective.divergence is not None and reference is None:
-            raise ValueError(
-                f"`objective` {type(objective).__name__} learns from a teacher: name it by `reference`. The policy "
-                "itself would teach it nothing."
-            )
-        self.policy_path, self.reference_path, self.objective = policy, reference, objective
-        self.optimizer, self.lr_scheduler, self.lora, self.critic_config = optimizer, lr_scheduler, lora, critic
+        self.objective = objective = GRPO() if objective is None else objective
+        check_needs(objective, critic, reference)
+        self.policy_path = text_of("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
+        remedy = "Give a folder or hub name, or leave it out."
+        self.reference_path = None if reference is None else text_of("reference", reference, remedy)
+        self.optimizer = optimization.usual_optimizer(objective.usual_rates, lora) if optimizer is None else optimizer
+        self.lr_scheduler, self.lora, self.critic_config = lr_scheduler, lora, critic
         self.gradient_checkpointing, self.attn_implementation = gradient_checkpointing, attn_implementation
-        self.callback_bytes: dict[str, float] = {}
-        """Bytes that callbacks hold on the device from the start to the end, by name, for the forecast of memory."""
-        self.policy: nn.Module | None = None
+
+        self.policy: nn.Module | None = None  # this and the next two are loaded in `configure_model`
         self.critic: Critic | None = None
-        self.hidden_state_request: HiddenStateRequest | None = None  # a callback's, for `on_hidden_states`
-        self._tap: BatchTap | None = None  # over the policy's passes of an iteration whose states somebody asked for
-        self._is_single_update = False  # of the batch that was scored last
         self._reference: Reference | None = None
-        self._loaded_with: NetworkSettings | None = None  # once the networks are there
-        self._is_stopped = False  # the policy has moved by `objective.stop_at_kl`, and moves no more in this iteration
-        self.validated: dict[str, float] = {}
-        """Metrics of the iteration's last validation; empty if it has none yet."""
-        self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
-        self.iteration_metrics: dict[str, float] = {}  # of the iteration that has ended
-        self.iteration_log = IterationLog()
-        """Takes what anybody, a callback above all, wants logged of the iteration."""
+        self._loaded_with: NetworkSettings | None = None
+        self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
         self._optimizer_settings: list[dict[str, Any]] = []
         self._saved_settings: list[dict[str, Any]] | None = None  # of the optimizer of the run that is resumed
-        self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
 
-    @override
-    def configure_callbacks(self) -> list[L.Callback]:
-        check_has_data(self.trainer)
-        return [*usual_callbacks(self.trainer), *lifecycle_callbacks(self.trainer)]
+        self.iteration_log = IterationLog()
+        """Takes what anybody, a callback above all, wants logged of the iteration."""
+        self.iteration_metrics: dict[str, float] = {}
+        """Metrics of the iteration that has ended."""
+        self.validated: dict[str, float] = {}
+        """Metrics of the iteration's last validation; empty if it has none yet."""
+        self.hidden_state_request: HiddenStateRequest | None = None
+        """Hidden states that a callback wants in `on_hidden_states`; None for none."""
+        self.callback_bytes: dict[str, float] = {}
+        """Bytes that callbacks hold on the device from the start to the end, by name, for the forecast of memory."""
+        self._tap: BatchTap | None = None  # around the passes that the wanted hidden states come from
+        self._is_single_update = False  # of the batch that was scored last
+        self._is_stopped = False  # the policy has moved by `objective.stop_at_kl`, and moves no more in this iteration
+        self._parts: list[dict[str, Tensor]] = []  # metrics of the step's micro-batches
 
-    @override
-    def setup(self, stage: str) -> None:
-        has_rewards = self.trainer.datamodule.has_rewards  # type: ignore[attr-defined]
-        self.held_out = HeldOutMetrics(has_rewards=has_rewards)  # anew: an earlier run may have ended within one
-        if stage == "fit":
-            self._saved_settings = None  # read by a run that ended before it began to train
-
-    @override
-    def configure_model(self) -> None:
-        if self.policy is not None:
-            return
-        self._loaded_with = self.network_settings
-        trainer = self._trainer
-        sharding = None if trainer is None else run_sharding(trainer)
-        is_half = trainer is not None and trainer.precision == "bf16-mixed"
-        networks = self._loaded_with.load(self.objective, sharding, is_half=is_half)
-        self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
-        self._frozen = frozen_names(self)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        assert self.policy is not None
-        groups: list[dict[str, Any]] = [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
-        if self.critic is not None and self.critic_config is not None:
-            critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
-            groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
-        optimizer = optimization.built(self.optimizer, groups)
-        self._optimizer_settings = optimization.settings_of(optimizer)
-        own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
-        self.save_hyperparameters({**own, "optimizer": describe_object(optimizer, optimizer.defaults)})
-        every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
-        return with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
-
-    @override
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        if gradient_clip_val:
-            optimization.clip_networks(optimizer, self.critic, gradient_clip_val, gradient_clip_algorithm)
-
-    def policy_weights(self) -> NamedTensors:
-        """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""
-        assert self.policy is not None, "`policy_weights` before `configure_model`"
-        return PolicyWeights(self.policy)
-
-    @property
-    def networks(self) -> Networks:
-        """Return the networks that read the batches."""
-        assert self.policy is not None, "`networks` before `configure_model`"
-        return Networks(self.policy, self.critic, self._reference, self.objective.divergence, self._tap)
-
-    @property
-    def network_settings(self) -> NetworkSettings:
-        """The arguments that say which networks a run has, as they are now."""
-        return NetworkSettings(
-            self.policy_path,
-            self.reference_path,
-            self.critic_config,
-            self.lora,
-            self.gradient_checkpointing,
-            self.attn_implementation,
-        )
-
-    def check_networks(self) -> None:
-        """Raise ValueError if another fit asks for other networks than those that are loaded."""
-        if self._loaded_with is not None:
-            self.network_settings.check_loaded(self._loaded_with, self.networks, self.objective)
-
-    # Scoring: what must be known before the first update of an iteration
+    # Learning from a rollout
 
     def score(self, batch: RolloutBatch, micro_batch_tokens: int, *, single_update: bool = False) -> RolloutBatch:
-        """Return a rank's batch with log-probs, reference log-probs and values filled in.
+        """Return a rank's batch with log-probs, reference log-probs and values from before the update.
 
         Args:
             batch: On the CPU; the result stays there.
@@ -213,7 +150,21 @@ class RLModule(L.LightningModule):
             scores_reference=self.objective.needs_reference,
         )
 
-    # Training
+    @torch.no_grad()
+    def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return a rank's scored batch with advantages and, with a critic, its targets.
+
+        Raises:
+            ValueError: They, or what was scored, are not a finite number for each token.
+        """
+        sum_ranks = partial(sum_over_ranks, self.trainer)
+        advantages, returns = self.objective.advantages(batch, sum_ranks)
+        batch = replace(batch, advantages=advantages, returns=returns)
+        check_numbers(batch)
+        if batch.values is not None and returns is not None:
+            explained = explained_variance(batch.values, returns, batch.response_mask, sum_ranks)
+            self.iteration_log.mean("train/explained_variance", explained)
+        return batch
 
     @override
     def training_step(self, batch: list[RolloutBatch], batch_idx: int) -> Tensor:
@@ -239,17 +190,8 @@ class RLModule(L.LightningModule):
         return output.loss
 
     @override
-    def on_train_batch_end(self, outputs: Any, batch: list[RolloutBatch], batch_idx: int) -> None:
-        if self._tap is None or not (self._is_single_update or self.trainer.is_last_batch):
-            return
-        texts, self._tap = self._tap.texts, None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the optimizer's step is the update's, not a callback's
-        self._lap("update")
-        call_rollout_hook(self.trainer, "on_hidden_states", texts)
-
-    @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the step; let the policy stand still once it has moved enough, and while the critic warms up."""
         assert self.policy is not None
         metrics = end_step(self._parts)
         self.iteration_log.update(metrics)
@@ -266,6 +208,93 @@ class RLModule(L.LightningModule):
             self.iteration_log.mean("train/grad_norm", total_norm(gradients))
         if (lr := optimizer.param_groups[0].get("lr")) is not None:
             self.iteration_log.mean("train/lr", lr)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: list[RolloutBatch], batch_idx: int) -> None:
+        if self._tap is None or not (self._is_single_update or self.trainer.is_last_batch):
+            return
+        texts, self._tap = self._tap.texts, None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer's step is the update's, not a callback's
+        self._lap("update")
+        call_rollout_hook(self.trainer, "on_hidden_states", texts)
+
+    # Networks and optimizer
+
+    @override
+    def configure_model(self) -> None:
+        if self.policy is not None:
+            return
+        self._loaded_with = self.network_settings
+        trainer = self._trainer
+        sharding = None if trainer is None else run_sharding(trainer)
+        is_half = trainer is not None and trainer.precision == "bf16-mixed"
+        networks = self._loaded_with.load(self.objective, sharding, is_half=is_half)
+        self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
+        self._frozen = frozen_names(self)
+
+    @property
+    def networks(self) -> Networks:
+        """Return the networks that read the batches."""
+        assert self.policy is not None, "`networks` before `configure_model`"
+        return Networks(self.policy, self.critic, self._reference, self.objective.divergence, self._tap)
+
+    @property
+    def network_settings(self) -> NetworkSettings:
+        """The arguments that say which networks a run has, as they are now."""
+        return NetworkSettings(
+            self.policy_path,
+            self.reference_path,
+            self.critic_config,
+            self.lora,
+            self.gradient_checkpointing,
+            self.attn_implementation,
+        )
+
+    def check_networks(self) -> None:
+        """Raise ValueError if another fit asks for other networks than those that are loaded."""
+        if self._loaded_with is not None:
+            self.network_settings.check_loaded(self._loaded_with, self.networks, self.objective)
+
+    def policy_weights(self) -> NamedTensors:
+        """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""
+        assert self.policy is not None, "`policy_weights` before `configure_model`"
+        return PolicyWeights(self.policy)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        assert self.policy is not None
+        groups: list[dict[str, Any]] = [{"params": [p for p in self.policy.parameters() if p.requires_grad]}]
+        if self.critic is not None and self.critic_config is not None:
+            critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
+            groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
+        optimizer = optimization.built(self.optimizer, groups)
+        self._optimizer_settings = optimization.settings_of(optimizer)
+        own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
+        self.save_hyperparameters({**own, "optimizer": describe_object(optimizer, optimizer.defaults)})
+        every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
+        return with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
+
+    @override
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if gradient_clip_val:
+            optimization.clip_networks(optimizer, self.critic, gradient_clip_val, gradient_clip_algorithm)
+
+    # A run and its iterations
+
+    @override
+    def configure_callbacks(self) -> list[L.Callback]:
+        check_has_data(self.trainer)
+        return [*usual_callbacks(self.trainer), *lifecycle_callbacks(self.trainer)]
+
+    @override
+    def setup(self, stage: str) -> None:
+        has_rewards = self.trainer.datamodule.has_rewards  # type: ignore[attr-defined]
+        self.held_out = HeldOutMetrics(has_rewards=has_rewards)  # anew: an earlier run may have ended within one
+        if stage == "fit":
+            self._saved_settings = None  # read by a run that ended before it began to train
 
     @override
     def on_train_start(self) -> None:

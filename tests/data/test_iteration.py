@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from tlt_lightning import DynamicSampling, PartialRollout, RolloutSchedule, Sampling
+from tlt_lightning import DynamicSampling, PartialRollout, RLModule, RolloutSchedule, Sampling
 from tlt_lightning.data import iteration
 from tlt_lightning.data.iteration import PolicyIteration
 from tlt_lightning.data.iteration_settings import IterationSettings
@@ -106,7 +107,8 @@ class OneRank:
         self.module: Any = SimpleNamespace(
             iteration_log=self.log, objective=objective, networks=networks, score=self.score
         )
-        self.module.hidden_state_request = None
+        self.module.trainer, self.module.hidden_state_request = self.trainer, None
+        self.module.estimate_advantages = partial(RLModule.estimate_advantages, self.module)
         sizes = IterationSettings(**{**sizes, **others, **settings})
         parts: Any = (self.collector, sizes, self.cursor, self.answer_lengths)
         self.make = lambda: PolicyIteration(self.trainer, self.module, *parts, self.backlog)

@@ -1,4 +1,4 @@
-r"""Make one policy iteration on a rank: collect, score, compute advantages, cut minibatches.
+r"""Make one policy iteration on a rank: collect, score, estimate advantages, cut minibatches.
 
 An iteration is a Lightning epoch. What goes from whom to whom, on each rank, and what each waits for:
 
@@ -21,7 +21,7 @@ An iteration is a Lightning epoch. What goes from whom to whom, on each rank, an
       |
     RolloutBatch         collate, RLModule.score     with shards all ranks' passes   log-probs, values are filled in
       |
-    advantages           PolicyObjective             sums over ranks                 they are finite
+    advantages           RLModule                    sums over ranks                 they are finite
       |
     micro-batches        cut_steps                   sums over ranks                 Lightning asks for the next step
       |
@@ -42,7 +42,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from tlt_lightning.data.base import cut_steps
 from tlt_lightning.data.collector import RolloutCollector
@@ -51,8 +50,7 @@ from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics.rollouts import log_rollouts
 from tlt_lightning.module import RLModule
-from tlt_lightning.objectives.ppo import explained_variance
-from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
+from tlt_lightning.ranks.reduce import gather_over_ranks
 from tlt_lightning.rollout import Prompt, Rollout, RolloutBatch, collate, has_spread, split_groups
 from tlt_lightning.schedules.answer_lengths import AnswerLengths, deal
 from tlt_lightning.schedules.backlog import Backlog
@@ -119,7 +117,7 @@ class PolicyIteration:
         """Roll out, score, and yield the micro-batches of each step of `inner_epochs` passes over all responses."""
         check_settings(self.trainer)  # a callback may have changed one
         self.log.lap("other")
-        yield from self._cut(self._roll_out(prompts))
+        yield from self._cut(self._scored(self._roll_out(prompts)))
 
     def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
         tokenizer = self.collector.tokenizer
@@ -127,7 +125,12 @@ class PolicyIteration:
         batch = collate(self._collect(prompts), pad_id=pad_id, temperature=self.settings.sampling.temperature)
         batch.asynchronous = self.backlog.schedule.is_asynchronous
         self.log.lap("other")
-        batch = self._score(batch)
+        return batch
+
+    def _scored(self, batch: RolloutBatch) -> RolloutBatch:
+        single_update = self.settings.num_steps == 1
+        batch = self.module.score(batch, self.settings.micro_batch_tokens, single_update=single_update)
+        batch = self.module.estimate_advantages(batch)
         self.log.lap("logprobs")
         call_rollout_hook(self.trainer, "on_rollout_scored", batch)
         self.log.lap("other")
@@ -243,33 +246,11 @@ class PolicyIteration:
         self.log.mean("schedule/age", sum(each for each, _ in ranks) / sum(each for _, each in ranks))
         self.log.max("schedule/age_max", max(age for age, _ in ages))
 
-    def _score(self, batch: RolloutBatch) -> RolloutBatch:
-        """Fill in log-probs and values from before the update, advantages and returns."""
-        single_update = self.settings.num_steps == 1
-        batch = self.module.score(batch, self.settings.micro_batch_tokens, single_update=single_update)
-        with torch.no_grad():
-            batch.advantages, batch.returns = self.module.objective.advantages(batch, self._sum)
-        for name in ("old_logps", "ref_logps", "values", "advantages", "returns"):
-            numbers = getattr(batch, name)
-            if numbers is not None and not (numbers.shape == batch.response_mask.shape and numbers.isfinite().all()):
-                raise ValueError(
-                    f"`batch.{name}`, of shape {tuple(numbers.shape)}, has to be a finite number for each token, "
-                    f"{tuple(batch.response_mask.shape)}: it would teach the policy nonsense. A callback may have "
-                    "changed rewards; what is wrong with an objective `tlt_lightning.testing.check_objective` finds."
-                )
-        if batch.values is not None and batch.returns is not None:
-            explained = explained_variance(batch.values, batch.returns, batch.response_mask, self._sum)
-            self.log.mean("train/explained_variance", explained)
-        return batch
-
     def _cut(self, batch: RolloutBatch) -> Iterator[list[RolloutBatch]]:
         generator = torch.Generator().manual_seed(iteration_seed(self.trainer, "shuffle"))
         for _ in range(self.settings.inner_epochs):
             steps = torch.randperm(len(batch), generator=generator).chunk(self.settings.num_minibatches)
             yield from cut_steps(self.trainer, self.module.networks, batch, steps, self.settings.micro_batch_tokens)
-
-    def _sum(self, value: Tensor) -> Tensor:
-        return sum_over_ranks(self.trainer, value)
 
 
 def _numbers(rollout: Rollout) -> Rollout:
