@@ -117,17 +117,20 @@ def _notes(hint: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", [name for name in tlt_lightning.__all__ if name != "__version__"])
 def test_a_public_class_that_declares_bounds_checks_them(name: str) -> None:
-    """A decorator that was forgotten would leave the bound a word in `--help`."""
+    """A check that was forgotten would leave the bound a word in `--help`."""
     kind = getattr(tlt_lightning, name)
     if not inspect.isclass(kind) or not (bounds := bounds_of(kind)):
         return
     is_checked = hasattr(kind.__init__, "__wrapped__") or hasattr(kind, "__post_init__")
+    is_checked |= f"checked_attributes(self, {name})" in inspect.getsource(kind)
     assert is_checked, f"{name} declares {list(bounds)}"
 
 
 def test_no_module_that_checks_arguments_has_annotations_as_texts() -> None:
     sources = (path.read_text() for path in Path(tlt_lightning.__file__).parent.rglob("*.py"))
-    checking = [source for source in sources if re.search(r"^ *@checked\(", source, re.MULTILINE)]
+    checking = [
+        source for source in sources if re.search(r"^ *@checked\(|checked_attributes\(self", source, re.MULTILINE)
+    ]
     assert len(checking) > 20
     assert not [
         source for source in checking if re.search(r"^from __future__ import annotations", source, re.MULTILINE)

@@ -110,6 +110,15 @@ def check_argument(name: str, value: object, hint: Any) -> None:
             raise ValueError(f"`{name}` must be {bound!r}, got {value}.{remedy}")
 
 
+def checked_attributes(instance: Any, kind: type) -> dict[str, Any]:
+    """Return the attributes that are named as the arguments of `kind`, checked by their annotations there."""
+    hints = inspect.get_annotations(kind.__init__)  # type: ignore[misc]
+    attributes = {name: getattr(instance, name) for name in hints if name != "return"}
+    for name, value in attributes.items():
+        check_argument(name, value, hints[name])
+    return attributes
+
+
 def _split(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return an annotation without its notes, and these."""
     return (get_args(hint)[0], hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())

@@ -440,8 +440,8 @@ def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.slow
 def test_no_warning_of_kernels_or_leaks_comes_with_what_is_imported() -> None:
     pytest.importorskip("torchao")
-    code = "import atexit, sys; sys.argv[1:] = ['fit', '--help']; from tlt_lightning.__main__ import main;"
-    code += "atexit.register(__import__, 'torchao'); main()"
+    code = "import sys; sys.argv[1:] = ['fit', '--help']; from tlt_lightning.__main__ import main\n"
+    code += "try: main()\nfinally: import torchao"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == ""
 

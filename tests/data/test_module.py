@@ -63,7 +63,7 @@ def test_sizes_that_are_no_counts_are_refused_by_name(name: str, value: Any, pro
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine": TransformersEngine}, "`engine` must be a RolloutEngine, got the class TransformersEngine itself"),
+        ({"engine": TransformersEngine}, "`engine` must be a RolloutEngine or None, got the class TransformersEngine"),
         ({"sampling": {"max_tokens": 8}}, r"`sampling` must be a Sampling, got \{"),
         ({"train": 5}, "a path, a list of dictionaries or one split of a `datasets.Dataset`, got int"),
     ],

@@ -1,20 +1,17 @@
 """Make a policy iteration of an epoch: the policy writes its own batches."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from tlt_lightning.arguments import Count, check_argument
+from tlt_lightning.arguments import Count, checked_attributes
 from tlt_lightning.checks import (
     check_engine_ranks,
     check_lengths,
@@ -112,29 +109,29 @@ class RolloutDataModule(PolicyDataModule):
         train: PromptSource | str | None = None,
         val: PromptSource | str | None = None,
         engine: RolloutEngine | None = None,
-        group_size: int = 8,
-        prompts_per_iteration: int = 32,
-        micro_batch_tokens: int | None = None,
-        num_minibatches: int = 1,
-        inner_epochs: int = 1,
+        group_size: Count = 8,
+        prompts_per_iteration: Count = 32,
+        micro_batch_tokens: Count | None = None,
+        num_minibatches: Count = 1,
+        inner_epochs: Count = 1,
         dynamic_sampling: DynamicSampling | None = None,
         schedule: RolloutSchedule | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         val_sampling: Sampling | None = None,
-        val_group_size: int = 1,
-        max_prompt_tokens: int | None = None,
-        reward_timeout: float = 10.0,
+        val_group_size: Count = 1,
+        max_prompt_tokens: Count | None = None,
+        reward_timeout: Seconds = 10.0,
         environment: Any = None,
         turns: TurnLimits = TurnLimits(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
         self.engine = usual_engine() if engine is None else engine
         self.rewards, self.train, self.val = cast("Any", (rewards, train, val))  # until `_read_arguments`
-        self.group_size, self.prompts_per_iteration = group_size, prompts_per_iteration
-        self.micro_batch_tokens = micro_batch_tokens
+        self.group_size, self.val_group_size = group_size, val_group_size
+        self.prompts_per_iteration, self.micro_batch_tokens = prompts_per_iteration, micro_batch_tokens
         self.num_minibatches, self.inner_epochs = num_minibatches, inner_epochs
-        self.dynamic_sampling, self.val_group_size = dynamic_sampling, val_group_size
-        self.schedule, self.sampling, self.val_sampling = schedule, sampling, val_sampling
+        self.dynamic_sampling, self.schedule = dynamic_sampling, schedule
+        self.sampling, self.val_sampling = sampling, val_sampling
         self.max_prompt_tokens, self.reward_timeout = max_prompt_tokens, reward_timeout
         self.environment, self.turns = environment, turns
         self._read_arguments()
@@ -145,22 +142,16 @@ class RolloutDataModule(PolicyDataModule):
 
     def _read_arguments(self) -> None:
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
-        check_argument("val_group_size", self.val_group_size, Count)
-        check_argument("reward_timeout", self.reward_timeout, Seconds)
-        check_argument("engine", self.engine, RolloutEngine)
-        self._held_out_sampling = self.val_sampling or self.sampling
-        for name, given in (("sampling", self.sampling), ("val_sampling", self._held_out_sampling)):
-            check_argument(name, given, Sampling)
+        self.rewards = as_terms(self.rewards)
+        self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
+        arguments = checked_attributes(self, RolloutDataModule)
         if self.sampling.temperature == 0:
             raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
-        check_argument("turns", self.turns, TurnLimits)
         self._environments = None if self.environment is None else Environments(self.environment)
-        self.rewards = as_terms(self.rewards)
         self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
-        self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
         self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
         self._settings = self._settings_with(CPU_SIZE if self.micro_batch_tokens is None else self.micro_batch_tokens)
-        keep_arguments(self, {name: getattr(self, name) for name in signature(RolloutDataModule).parameters})
+        keep_arguments(self, arguments)
 
     # Set-up and tear-down
 
@@ -179,7 +170,9 @@ class RolloutDataModule(PolicyDataModule):
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         if is_fit:
             self._plan_memory()
-        self._load_engine()
+        policy, number = self._module.policy_path, self._trainer.global_rank // self.engine.num_ranks
+        log.info("Loading %s for %s", type(self.engine).__name__, policy)
+        self.engine.setup(policy, max_model_len=self._max_model_len, seed=run_seed() + number)  # its ranks share both
         ignore_needless_warnings()
         if kept is not None:
             self.load_state_dict(kept)
@@ -218,10 +211,9 @@ class RolloutDataModule(PolicyDataModule):
         tokens = choose_on_device(self._trainer, self.engine, self._pass_sizes(), **lengths)
         self._settings = replace(self._settings, micro_batch_tokens=tokens)
 
-    def _load_engine(self) -> None:
-        policy, number = self._module.policy_path, self._trainer.global_rank // self.engine.num_ranks
-        log.info("Loading %s for %s", type(self.engine).__name__, policy)
-        self.engine.setup(policy, max_model_len=self._max_model_len, seed=run_seed() + number)  # its ranks share both
+    @property
+    def _held_out_sampling(self) -> Sampling:
+        return self.val_sampling or self.sampling
 
     @property
     def _max_model_len(self) -> int:
@@ -261,7 +253,6 @@ class RolloutDataModule(PolicyDataModule):
         context = context_of(self._module.policy_path)
         if context is not None and self.sampling == Sampling() and 2 * self.sampling.max_tokens > context:
             self.sampling = replace(self.sampling, max_tokens=context // 2)
-            self._held_out_sampling = self.val_sampling or self.sampling
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:

@@ -1,10 +1,7 @@
 """Make an epoch of optimizer steps of given texts: supervised fine-tuning."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
-from inspect import signature
 from math import ceil
 from typing import Any, cast
 
@@ -12,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from tlt_lightning.arguments import Count, check_argument
+from tlt_lightning.arguments import Count, checked_attributes
 from tlt_lightning.checks import check_models, check_trainer, context_of
 from tlt_lightning.data.base import PolicyDataModule, cut_steps
 from tlt_lightning.data.formats import Text
@@ -62,19 +59,17 @@ class SupervisedDataModule(PolicyDataModule):
         self,
         train: PromptSource | str | None = None,
         val: PromptSource | str | None = None,
-        batch_size: int = 32,
-        steps_per_epoch: int | None = None,
-        micro_batch_tokens: int | None = None,
-        max_tokens: int | None = None,
+        batch_size: Count = 32,
+        steps_per_epoch: Count | None = None,
+        micro_batch_tokens: Count | None = None,
+        max_tokens: Count | None = None,
         assistant_only: bool = True,
     ) -> None:
         super().__init__()
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (train, val))
         self.batch_size, self.steps_per_epoch = batch_size, steps_per_epoch
         self.micro_batch_tokens, self.max_tokens, self.assistant_only = micro_batch_tokens, max_tokens, assistant_only
-        for name in ("batch_size", "steps_per_epoch", "micro_batch_tokens", "max_tokens"):
-            check_argument(name, getattr(self, name), Count if name == "batch_size" else Count | None)
-        keep_arguments(self, {name: getattr(self, name) for name in signature(SupervisedDataModule).parameters})
+        keep_arguments(self, checked_attributes(self, SupervisedDataModule))
         self.train_texts: list[Text] = []
         self.val_texts: list[Text] = []
         self.cursor: PromptCursor | None = None
