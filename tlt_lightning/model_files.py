@@ -53,7 +53,7 @@ def load_whole(
         argument: Name of the user's argument that holds `path`, for messages.
         needs_head: Its head is used, too, not the trunk alone.
         may_hold_more: The files may hold other weights besides.
-        **options: Of `from_pretrained`.
+        **options: Passed on to `from_pretrained`.
 
     Raises:
         ValueError: A weight is missing, unknown or of another shape, or a file is cut off.

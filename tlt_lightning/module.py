@@ -132,7 +132,7 @@ class RLModule(L.LightningModule):
         """Return a rank's batch with log-probs, reference log-probs and values from before the update.
 
         Args:
-            batch: On the CPU; the result stays there.
+            batch: A batch on the CPU; the result stays there.
             micro_batch_tokens: Most tokens of a forward pass; cut as the update's are.
             single_update: The iteration takes one optimizer step, whose own log-probs are the old ones: `old_logps`
                 stays None and the policy's pass is left out, unless a critic or the advantages need it. So it is, in

@@ -171,8 +171,8 @@ class Teacher:
 
     Args:
         states: Its hidden states that predict the response tokens, in the policy's order. (N, H')
-        weight: Of its head. (V', H')
-        bias: Of its head, if that has one. (V',)
+        weight: The head's weight. (V', H')
+        bias: The head's bias, if it has one. (V',)
         divergence: How far from it the policy is.
     """
 

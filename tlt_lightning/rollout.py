@@ -256,7 +256,7 @@ class RolloutBatch:
         asynchronous: Written while the policy moved on, by a schedule whose texts are old as a rule.
         old_logps: Log-probs before this iteration's first update; None until they are known. (B, T), float32
         ref_logps: Log-probs under the frozen reference, if the objective asks for one. (B, T), float32
-        divergence: Of the policy from its teacher, if the objective has a teacher. (B, T), with gradient
+        divergence: The policy's divergence from its teacher, if the objective has one. (B, T), with gradient
         values: The critic's predictions before the update, if there is a critic. (B, T), float32
         advantages: Filled in by `PolicyObjective.advantages`. (B, T), float32
         returns: Targets of the critic, likewise. (B, T), float32

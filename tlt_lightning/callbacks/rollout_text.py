@@ -62,8 +62,8 @@ def summary_line(iteration: int, num_iterations: int | None, metrics: Mapping[st
 
     Args:
         iteration: Finished iterations.
-        num_iterations: Of the whole run; None or -1 if it has no end.
-        metrics: By the project's metric names.
+        num_iterations: Number that the whole run has; None or -1 if it has no end.
+        metrics: The iteration's metrics, under their usual names.
     """
     parts = [f"iteration {_of_total(iteration, num_iterations)}"]
     if "reward/mean" in metrics:

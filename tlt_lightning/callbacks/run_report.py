@@ -54,12 +54,12 @@ class RunReport(RolloutCallback):
     run reports from its beginning, as everything is in the checkpoint. Another run's report in the folder is kept in
     `earlier_0`. `summary.json` has these keys, null where nothing was measured:
 
-    - `seed`: Of `seed_everything`.
+    - `seed`: The one that `seed_everything` set.
     - `iterations`, `seconds`: Finished iterations and wall-clock time since this callback was made (with the command
       line: before the engine is set up) or set up for another run, those before a resume included.
     - `held_out_accuracy_before`: Before training, if `num_sanity_val_steps` covered all held-out prompts.
     - `held_out_accuracy_after`, `held_out_accuracy_after_iteration`: The latest validation and its iteration.
-    - `reward_mean`, `length_p50`, `length_p99`, `length_max`: Of the last iteration; lengths in tokens.
+    - `reward_mean`, `length_p50`, `length_p99`, `length_max`: Those of the last iteration; lengths in tokens.
     - `interrupted`: Whether an exception or Ctrl-C ended the run.
 
     Args:

@@ -32,7 +32,7 @@ def cut_steps(
     """Yield the micro-batches of each step, with the step's counts over all ranks, by which losses divide.
 
     Args:
-        trainer: Of the run, whose ranks cut alike where each pass is a collective.
+        trainer: The run's Trainer; its ranks cut alike where each pass is a collective.
         networks: Read the batch.
         batch: All sequences of this rank.
         steps: Row numbers of each step's sequences.

@@ -32,7 +32,7 @@ class RolloutCollector:
     """Turns prompts into rewarded rollouts with the policy's current weights.
 
     Args:
-        trainer: Whose callbacks are told and whose module is the policy.
+        trainer: The run's Trainer; its callbacks are told, and its module holds the policy.
         stream: Asks the engine for responses; it outlives an iteration.
         weights: Keeps the engine's weights equal to the policy's.
         tokenizer: Decodes them.

@@ -71,7 +71,7 @@ class RowReader:
         self.target = target
         self.max_tokens = max_tokens
         self.variables: dict[str, Any] = {"strftime_now": A_DAY.strftime}
-        """Of the chat template."""
+        """Variables of the chat template."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -95,7 +95,7 @@ class RowReader:
 
         Args:
             rows: May be read as they are asked for.
-            name: Of what they are in, for messages.
+            name: Where they come from, for messages.
 
         Raises:
             ValueError: A row has another format, or none has a text.

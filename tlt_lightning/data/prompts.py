@@ -194,11 +194,11 @@ def load_prompts(
     What a template computes anew is always the same: the date is `A_DAY`, and random choices hang on the seed.
 
     Args:
-        source: Where they are.
+        source: The rows and how they are read.
         tokenizer: The policy's.
         max_prompt_tokens: Longest prompt in tokens.
         turns: Writes them; None is what `turns_of` returns.
-        seed: Of random choices that a template makes.
+        seed: Seeds the random choices that a template makes.
     """
     turns = turns or turns_of(source, tokenizer)
     prompts, num_dropped, longest = [], 0, 0

@@ -16,7 +16,7 @@ class RequestPool:
     of requests and groups are told apart by the rank: ``number * ranks + rank``.
 
     Args:
-        engine_ranks: Whose callers they are.
+        engine_ranks: The ranks of the engine, whose callers ask for these requests.
     """
 
     def __init__(self, engine_ranks: EngineRanks) -> None:

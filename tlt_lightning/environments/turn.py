@@ -20,7 +20,7 @@ class ToolCall:
 
     Args:
         name: The tool.
-        arguments: By name.
+        arguments: Values by name.
         error: Why it could not be read; then there is nothing to call.
     """
 

@@ -27,8 +27,8 @@ def generalized_jsd(logits: Tensor, others: Tensor, temperature: float, beta: fl
     """Return the divergence of each row, (N,) in float32, or in float64 if the logits are that.
 
     Args:
-        logits: Of the distribution that is learned. (N, V), with gradient
-        others: Of the one that it is compared with. (N, V), without
+        logits: Logits of the distribution that is learned. (N, V), with gradient
+        others: Logits of the one that it is compared with. (N, V), without
         temperature: Positive.
         beta: Between 0 and 1.
     """

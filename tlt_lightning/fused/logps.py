@@ -32,7 +32,7 @@ def chosen_logps(logits: Tensor, targets: Tensor, temperature: float) -> tuple[T
     """Return (N,) log-probs of `targets` and entropies of softmax(logits / temperature), in float32.
 
     Args:
-        logits: Of any floating-point type. (N, V)
+        logits: Logits in any floating-point type. (N, V)
         targets: Token ids. (N,)
         temperature: Positive.
     """

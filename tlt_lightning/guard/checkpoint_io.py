@@ -144,10 +144,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Read a checkpoint, and what this rank has of its own.
 
         Args:
-            path: Of the checkpoint.
+            path: Path of the checkpoint.
             map_location: Lightning's own default is a function, with which torch loads no tensor that holds others
                 (8-bit states).
-            weights_only: As of `torch.load`.
+            weights_only: As for `torch.load`.
             as_rows: Leave tensors in their files, and those of a sharded run as `Rows`; otherwise all are whole.
         """
         self.wait()

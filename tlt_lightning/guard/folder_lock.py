@@ -21,7 +21,7 @@ class FolderLock:
     The operating system's lock ends with its process; what a killed owner left in the file is only a note.
 
     Args:
-        folder: Of checkpoints; the lock file is `.<name>.lock` next to it, so that the folder holds checkpoints only.
+        folder: Holds checkpoints and nothing else: the lock file is `.<name>.lock` next to it.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int) -> di
     Args:
         state: What `to_checkpoint` has left.
         own: What it returned on this rank, or on rank zero where nothing is there of this one.
-        rank: Of the run that goes on.
+        rank: This rank's number in the run that goes on.
     """
     trainer = {**state["trainer"], **own["trainer"]}
     if own["rank"] != rank:

@@ -16,7 +16,7 @@ class DrafterPlan:
     Args:
         iteration: Counted from 0; -1 before the first.
         share: The budget's share of the iteration's tokens; None rests.
-        metrics: Of the decision about publishing and of the budget.
+        metrics: Metrics of the decision about publishing and of the budget.
         num_tokens: Tokens of all workers' responses.
         num_trained: Tokens trained on in idle windows.
         started: When the iteration began in this process; None if it has not.

@@ -14,7 +14,7 @@ from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.ranks.reduce import gather_over_ranks
 
 Numbers = Mapping[str, tuple[str, float]]
-"""By name, how a number is reduced and its value."""
+"""How each number is reduced and its value, by name."""
 
 Laps = Sequence[tuple[str, float]]
 """Stages in the order in which they passed, and the seconds of each."""

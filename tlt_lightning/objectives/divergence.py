@@ -33,7 +33,7 @@ class Divergence:
         Args:
             logits: The policy's. (N, V), with gradient
             teacher_logits: The teacher's for the same tokens. (N, V')
-            temperature: Of both.
+            temperature: Divides the logits of both.
         """
         width = min(logits.shape[-1], teacher_logits.shape[-1])
         pair = logits[:, :width], teacher_logits[:, :width]

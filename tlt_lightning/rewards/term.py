@@ -142,7 +142,7 @@ def check_rows(
 
     Args:
         terms: The rewards; those of the user's own are not asked what they compare with.
-        rows: By their numbers in the data, at least one.
+        rows: Rows by their numbers in the data, at least one.
         source: Names the data.
         are_scored: A prediction is written without scores where there are none.
     """

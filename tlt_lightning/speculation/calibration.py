@@ -133,7 +133,7 @@ def measure_steps(
     """Measure strategies at several batch sizes, until time is up.
 
     Args:
-        selector: In force in the engine.
+        selector: The selector that is in force in the engine.
         decode: Writes under it.
         arms: The strategies to measure at a batch size, off among them.
         sizes: The batch sizes, in their order.

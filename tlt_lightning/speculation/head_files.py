@@ -23,7 +23,7 @@ class HeadKind:
     vLLM starts with random weights, in silence, where files lack some.
 
     Args:
-        name: In words.
+        name: Its name in messages.
         method: vLLM's name of it, and a part of that of its class.
         layer: Weights of each layer.
         others: Weights beside the layers.

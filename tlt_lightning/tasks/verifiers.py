@@ -20,7 +20,7 @@ class VerifiersRows(UserList[Row], RowSource):
         id: As in `VerifiersEnvironment`.
         args: The same.
         python: The same.
-        split: Which of the environment's data sets.
+        split: The environment's data set to read.
     """
 
     @checked()

@@ -22,7 +22,7 @@ from tlt_lightning.rollout import Sampling
 from tlt_lightning.testing.plugin import POLICY, named, saved
 
 HOOK_PREFIXES = ("on_rollout", "on_iteration", "on_weight", "on_hidden", "on_engine")
-"""Of methods that are hooks, or a mistake."""
+"""Beginnings of methods that are hooks, or a mistake."""
 
 
 class _WatchedLog(IterationLog):

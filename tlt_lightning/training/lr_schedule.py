@@ -17,7 +17,7 @@ class WarmupCosine(LRScheduler):
     """Raises every group's learning rate to its own in equal steps, then lowers it to 0 along a cosine.
 
     Args:
-        optimizer: Whose learning rates move.
+        optimizer: The optimizer whose learning rates move.
         num_steps: Optimizer steps until 0; None is those of the run, which a drafter's `fit` knows.
         warmup_share: Share of them in which the rates rise.
 

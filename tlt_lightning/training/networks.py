@@ -107,7 +107,7 @@ class Networks:
         """Return a rank's batch with what must be known before the update: log-probs, reference log-probs and values.
 
         Args:
-            batch: On the CPU, as the result is.
+            batch: A batch on the CPU, where the result is, too.
             max_tokens: Most tokens of a pass, the largest of which is run first.
             trainer: Says where the networks are, and how precise their passes.
             scores_policy: Run policy and critic.

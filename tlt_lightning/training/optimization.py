@@ -21,7 +21,7 @@ from tlt_lightning.training.lr_schedule import with_schedule
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
-"""Of one parameter group of an optimizer, by name."""
+"""Settings of one parameter group of an optimizer, by name."""
 
 
 def usual_optimizer(rates: tuple[float, float], lora: LoRA | None) -> Callable[[Any], Optimizer]:
@@ -149,7 +149,7 @@ def apply_changed(
 
     Args:
         optimizer: Restored from the checkpoint.
-        schedulers: Of its learning rates, restored as well.
+        schedulers: The schedulers of its learning rates, restored as well.
         saved: `settings_of` the optimizer of the run that is resumed, when it was made.
         wanted: `settings_of` this run's.
         name_in_warnings: How a warning of each change calls the optimizer.

@@ -72,7 +72,7 @@ def utilisation(metrics: Mapping[str, float], num_devices: int, peak: float | No
     """Return an iteration's tokens a second in the update, and its MFU, from its metrics.
 
     Args:
-        metrics: Of the iteration, over all ranks.
+        metrics: The iteration's metrics, over all ranks.
         num_devices: Ranks.
         peak: Operations a second that a device can do; None if nobody knows.
     """

@@ -37,7 +37,7 @@ class ConversationStream(RequestStream):
     Args:
         engine: Writes the policy's turns.
         environments: Lend an environment to each conversation.
-        limits: Of turns, tokens and time.
+        limits: Limits of turns, tokens and time.
         tell: As in `RequestStream`.
     """
 

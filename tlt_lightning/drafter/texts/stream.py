@@ -22,7 +22,7 @@ class PackStream:
 
     Args:
         texts: Those of all ranks.
-        reader: Of their states.
+        reader: Reads their states.
         num_tokens: Length of a pack.
         rank: Takes its share of the stream.
         num_ranks: Ranks that share it.
@@ -80,7 +80,7 @@ def cut_stream(
 
     Args:
         lengths: Tokens of each sequence.
-        order: In which they lie.
+        order: Their order.
         num_tokens: Entries of a pack; the last of all packs may be left short.
         first: Number of the first pack, from 0.
         count: Most packs.

@@ -17,7 +17,7 @@ def texts_in(
 
     Args:
         paths: Files, folders or hub datasets.
-        reader: Of their rows.
+        reader: Reads their rows.
         vocab_size: Tokens of the target.
         config: Configuration of a hub dataset.
         split: Split to read.

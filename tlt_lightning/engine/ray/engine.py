@@ -31,7 +31,7 @@ class RayEngine(RolloutEngine):
         num_engines: How many, over all ranks; each rank has as many of its own.
         gpus_per_engine: GPUs of each; None takes one for each of its ranks (`tensor_parallel`) where the trainer has
             one or Ray finds any.
-        address: Of a cluster of Ray, ``host:port`` or ``auto``; None takes the environment's `RAY_ADDRESS`, and without
+        address: A Ray cluster, as ``host:port`` or ``auto``; None takes the environment's `RAY_ADDRESS`, and without
             it rank zero starts one of this host's cores and of the GPUs on which no rank trains.
     """
 

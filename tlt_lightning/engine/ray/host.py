@@ -34,7 +34,7 @@ class Report:
     Args:
         rollout: Number of the rollout that it writes.
         responses: Those of this rollout that have ended.
-        progress: Of this rollout, on this host.
+        progress: How far this rollout is on this host.
         num_done: Commands that it has carried out.
         is_at_rest: True if it writes nothing.
         num_steps: Engine steps of this rollout.
@@ -63,7 +63,7 @@ class EngineHost:
     numbered and wait for their turn.
 
     Args:
-        name: For messages.
+        name: What messages call it.
     """
 
     def __init__(self, name: str) -> None:

@@ -34,7 +34,7 @@ class RemoteHost:
 
     Args:
         index: Number among the hosts of this rank.
-        name: For messages.
+        name: What messages call it.
         pickled_engine: The engine, not set up.
         resources: What Ray gives the process, `num_cpus` and `num_gpus`.
     """

@@ -28,10 +28,10 @@ class TensorRecord:
     """Says what a tensor of a snapshot must be on arrival.
 
     Args:
-        name: In Hugging Face's names.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        checksum: Of its bits.
+        name: The tensor's name in Hugging Face's files.
+        shape: Its shape.
+        dtype: Its type.
+        checksum: The checksum of its bits.
     """
 
     name: str
@@ -48,8 +48,8 @@ class Snapshot(Iterable[tuple[str, Tensor]]):
     memory. Ray frees a snapshot when neither its writer nor a reader knows it any more.
 
     Args:
-        version: Of the weights.
-        records: Of all tensors, in the order in which they are read.
+        version: The weights' version.
+        records: The records of all tensors, in the order in which they are read.
         groups: Ray's handles of their bytes, of several tensors each.
         accepted: Share of a drafter's drafts that the policy accepts, by position; None if unknown, or not a drafter's.
     """

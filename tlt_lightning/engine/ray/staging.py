@@ -15,7 +15,7 @@ from tlt_lightning.host_copy import copy_alone
 NUM_THREADS = 8
 """Threads that copy; each has one page-locked piece at a time."""
 PIECE_BYTES = 2**25
-"""Of a tensor that travel together; a power of two, as PyTorch rounds page-locked memory up to one."""
+"""Bytes of a tensor that travel together; a power of two, as PyTorch rounds page-locked memory up to one."""
 AHEAD_BYTES = 2**29
 """Most bytes that lie on the device before they are asked for; a larger tensor travels alone."""
 

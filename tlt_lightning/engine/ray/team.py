@@ -45,7 +45,7 @@ class LedEngine(RolloutEngine):
 
     Args:
         engine: This process's part, of `num_ranks` ranks.
-        name: For messages.
+        name: What messages call it.
     """
 
     def __init__(self, engine: RolloutEngine, name: str) -> None:

@@ -129,7 +129,7 @@ class RequestWriter:
         """Begin a segment of every response that is being written, after `end_step`.
 
         Args:
-            version: Of the new weights.
+            version: Version of the new weights.
             keep_cache: Requests that run go on with the keys and values that they have; otherwise, and where requests
                 wait, all are computed anew. Only what has been computed since is shared with requests that begin later.
         """
@@ -289,7 +289,7 @@ def as_response(output: RequestOutput, cuts: Sequence[tuple[int, int]], drafts: 
     """Return the response in a finished output of vLLM.
 
     Args:
-        output: Of one response.
+        output: vLLM's output for one response.
         cuts: The versions of the weights that wrote it, and how many tokens it had when each of them ended.
         drafts: Those verified.
     """

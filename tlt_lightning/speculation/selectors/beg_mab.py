@@ -44,7 +44,7 @@ OPTIMISM = 0.3
 
 
 Pulls = deque[tuple[int, float]]
-"""Of an arm, oldest first: the number of each in its bucket, and its reward."""
+"""An arm's pulls, oldest first: the number of each in its bucket, and its reward."""
 
 
 @checked()
@@ -60,7 +60,7 @@ class BEGMABSelector(StrategySelector):
         epsilon: Share of pulls spent on an arm drawn at random.
         window: Pulls remembered of each arm; the median over them is its value.
         pull_size: Requests to step before a pull ends; with batches of at least that many, one step.
-        seed: Of the draws.
+        seed: Seeds the draws.
 
     Example:
         >>> selector = BEGMABSelector(groups=((5, 3), (1,)), thresholds=(1, 33))

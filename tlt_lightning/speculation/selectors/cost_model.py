@@ -37,7 +37,7 @@ SETTLING_STEPS = 2
 """Steps after a learned drafter was switched on whose excess time is its catch-up; asynchronous engines pay it late."""
 
 MOST_EXCESS = 2.0
-"""Of a probe's expected seconds, what it may cost beyond them: more is a pause."""
+"""Most that counts of a step's excess time, as a multiple of the expected time: more is a pause."""
 
 BATCH_SIZES = (1, 4, 16, 64)
 """Batch sizes at which a head has to pay to be published: it pays in small ones, if in any."""
