@@ -93,7 +93,7 @@ def test_arguments_of_another_type_are_refused_in_words(arguments: dict, message
         ({"schedule": "TailBatching"}, r"`schedule` must be a RolloutSchedule or None, got 'TailBatching'"),
         ({"schedule": TailBatching}, "`schedule` must be a RolloutSchedule or None, got the class TailBatching itself"),
         ({"dynamic_sampling": True}, r"`dynamic_sampling` must be a DynamicSampling or None, got True\."),
-        ({"val_sampling": {"temperature": 0}}, r"`val_sampling` must be a Sampling, got \{"),
+        ({"val_sampling": {"temperature": 0}}, r"`val_sampling` must be a Sampling or None, got \{"),
     ],
 )
 def test_data_arguments_of_another_type_are_refused_in_words(arguments: dict, message: str, prompts_path: str) -> None:
