@@ -1,4 +1,5 @@
 import logging
+from math import log
 
 import pytest
 import torch
@@ -71,6 +72,24 @@ def test_tokens_of_the_policy_or_one_beside_it_are_no_surprise(moved: float, cap
         metrics = surprise_of(seed, moved=moved)
         warn_of_surprise(metrics, 1)
         assert "mismatch/surprise_square" not in metrics
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("num_tokens", [32, 800, 20_000])
+@pytest.mark.parametrize("rare", [1e-4, 2e-3])
+def test_a_policy_that_is_sure_of_its_tokens_is_no_surprise(
+    rare: float, num_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sure, unlikely = -log(1 - rare), -log(rare / 1000)  # one of a thousand tokens
+    entropy = (1 - rare) * sure + rare * unlikely
+    for seed in range(50):
+        drawn = int(torch.poisson(torch.tensor(rare * num_tokens), torch.Generator().manual_seed(seed)))
+        surprise = torch.tensor([unlikely] * drawn + [sure] * (num_tokens - drawn)) - entropy
+        found = {
+            "mismatch/surprise": surprise.mean().item(),
+            "mismatch/surprise_square": surprise.square().mean().item(),
+        }
+        warn_of_surprise({**found, "rollout/tokens": num_tokens}, 1)
     assert not caplog.records
 
 
