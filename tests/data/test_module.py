@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,47 @@ def test_checkpoints_do_not_read_all_prompts_again(
     assert hashed == prompts
     saved = torch.load(tmp_path / "all/last.ckpt", weights_only=True)["RolloutDataModule"]["settings"]
     assert saved[PROMPTS] == crc32(prompts)
+
+
+class Change(Recorder):
+    """Sets what `changes` says of an iteration, in the hook that is named."""
+
+    def __init__(self, hook: str, changes: Callable[[int], dict[str, Any]]) -> None:
+        super().__init__()
+        setattr(self, hook, lambda trainer, module: vars(trainer.datamodule).update(changes(trainer.current_epoch)))
+
+
+def test_a_callback_changes_the_sampling_of_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
+    given = [Sampling(max_tokens=8), Sampling(max_tokens=3, temperature=0.5), Sampling(max_tokens=6, temperature=2.0)]
+    change = Change("on_train_epoch_start", lambda iteration: {"sampling": given[iteration]})
+    trainer = make_trainer(tmp_path, change, max_epochs=3, limit_val_batches=4, num_sanity_val_steps=0)
+    trainer.fit(make_module(policy_path), make_data(prompts_path, val_sampling=Sampling(max_tokens=8)))
+    assert [batch.temperature for batch in change.batches] == [1.0, 0.5, 2.0]
+    assert [batch.response_mask.shape[1] for batch in change.batches] == [8, 3, 6]
+    held_out = [max(len(each.response.token_ids) for each in rollouts) for rollouts in change.rollouts[1::2]]
+    assert held_out == [8, 8, 8]
+    assert trainer.callback_metrics["mismatch/logp_abs_diff"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("hook", "change", "message"),
+    [
+        ("on_train_epoch_start", {"group_size": 2}, r"changed `data.group_size`, which this iteration would ignore"),
+        (
+            "on_rollout_start",
+            {"sampling": Sampling(max_tokens=4)},
+            r"changed `data.sampling`.* in `on_train_epoch_start`",
+        ),
+        ("on_train_epoch_start", {"sampling": Sampling(max_tokens=9)}, r"9 `max_tokens`, where the run has .* for 8"),
+        ("on_train_epoch_start", {"sampling": Sampling(max_tokens=8, temperature=0)}, "temperature` 0 writes the same"),
+    ],
+)
+def test_a_change_that_a_run_would_ignore_ends_it(
+    hook: str, change: dict[str, Any], message: str, policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, Change(hook, lambda iteration: change), max_epochs=1)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(make_module(policy_path), make_data(prompts_path))
 
 
 @pytest.mark.parametrize(

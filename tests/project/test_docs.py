@@ -118,7 +118,7 @@ def test_the_plugins_of_the_docs_keep_their_duties(
                 own |= vars(import_module(title.removesuffix(".py")))
     for name in ("test_my_selector", "test_my_rewards"):
         own[name]()
-    for callback in (own["Patience"](), own["Digits"]()):
+    for callback in (own["Patience"](), own["Cooling"](), own["Digits"]()):
         testing.check_callback(callback, policy_path)
     testing.check_selector(own["LongContexts"]())
     testing.check_objective(own["WeightedGRPO"]())

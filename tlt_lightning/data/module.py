@@ -65,7 +65,8 @@ class RolloutDataModule(PolicyDataModule):
 
     A batch of validation is one held-out prompt with its responses, so `limit_val_batches` counts prompts of each rank.
     `overfit_batches` counts prompts, too: each iteration draws from the first ones. So does `fast_dev_run`, which runs
-    one iteration. Each argument is an attribute of its name, which a run reads when it is set up.
+    one iteration. Each argument is an attribute of its name, which a run reads when it is set up; `sampling` alone may
+    be changed within it, by a callback in `on_train_epoch_start`, for the iteration that begins.
 
     Args:
         rewards: Reward functions and their weights; in Python also plain functions. The first one that applies to a
@@ -144,14 +145,18 @@ class RolloutDataModule(PolicyDataModule):
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
         self.rewards = as_terms(self.rewards)
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
-        arguments = checked_attributes(self, RolloutDataModule)
-        if self.sampling.temperature == 0:
-            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
+        arguments = self._arguments()
         self._environments = None if self.environment is None else Environments(self.environment)
         self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
         self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
         self._settings = self._settings_with(CPU_SIZE if self.micro_batch_tokens is None else self.micro_batch_tokens)
         keep_arguments(self, arguments)
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = checked_attributes(self, RolloutDataModule)
+        if self.sampling.temperature == 0:
+            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
+        return arguments
 
     # Set-up and tear-down
 
@@ -176,6 +181,7 @@ class RolloutDataModule(PolicyDataModule):
         ignore_needless_warnings()
         if kept is not None:
             self.load_state_dict(kept)
+        self._run_with, self._most_tokens = self._arguments(), self.sampling.max_tokens
 
     def _read_data(self, *, is_fit: bool) -> None:
         """Read the prompts, and make room for the longest unless there is a limit."""
@@ -362,10 +368,37 @@ class RolloutDataModule(PolicyDataModule):
     @override
     def train_batches(self) -> Iterator[list[RolloutBatch]]:
         assert self.cursor is not None
+        self._take_sampling()
         collector = self._collector(self._module.iteration_log, "train")
         kept = self.cursor, self.answer_lengths, self.backlog
         self._iteration = PolicyIteration(self._trainer, self._module, collector, self._settings, *kept)
-        yield from self._iteration.minibatches(self.train_prompts)
+        for minibatch in self._iteration.minibatches(self.train_prompts):
+            self._check_unchanged()
+            yield minibatch
+
+    def _take_sampling(self) -> None:
+        """Let the iteration that begins have `sampling` as a callback has changed it."""
+        if self.sampling is not self._run_with["sampling"]:
+            self._arguments()
+            self.engine.check_sampling(self.sampling)
+            if self.sampling.max_tokens > self._most_tokens or self.backlog.schedule.continues:
+                raise ValueError(
+                    f"A callback gave `data.sampling` {self.sampling.max_tokens} `max_tokens`, where the run has made "
+                    f"room for {self._most_tokens}; and a schedule that continues responses keeps to one sampling."
+                )
+            self._run_with["sampling"] = self.sampling
+            self._settings = replace(self._settings, sampling=self.sampling)
+            self._settings.check(self._module.objective, self._trainer)
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Raise ValueError for an argument that a callback has changed, and that would be ignored."""
+        changed = [name for name, value in self._run_with.items() if getattr(self, name) is not value]
+        if changed:
+            raise ValueError(
+                f"A callback has changed `data.{changed[0]}`, which this iteration would ignore: within a run only "
+                "`data.sampling` may change, in `on_train_epoch_start`."
+            )
 
     @property
     def _own_val_prompts(self) -> list[Prompt]:
