@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from tests.support.ranks.rank_processes import with_root
@@ -27,7 +28,8 @@ STORE = 80 * 2**20
 def cluster() -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in (*SETTINGS, "PYTHONPATH")}
     os.environ.update(SETTINGS, PYTHONPATH=with_root(os.environ)["PYTHONPATH"])
-    head = {"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False}
+    devices = {"num_cpus": 4, "num_gpus": torch.cuda.device_count()}
+    head = {**devices, "object_store_memory": STORE, "include_dashboard": False}
     with clusters._own_signals():
         cluster = Cluster(True, head_node_args=head)
         ray.init(address=cluster.address, log_to_driver=False)

