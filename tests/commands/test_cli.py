@@ -121,11 +121,28 @@ def test_only_output_folders_follow_the_root() -> None:
             ["--model.objective=Mine"],
             "There is no class `Mine`. Name one of your own with its module: `my_module.Name`.",
         ),
-        (["--model.objective=K3"], "objectives.base.PolicyObjective"),  # there is such a class, and it is no objective
+        (["--model.objective=K3"], "error: `model.objective`: `K3` is of another kind than this setting takes."),
         (["--data.sampling.stop_string=x"], "Did you mean `--data.sampling.stop_strings`?"),
         (["--objective=GRPO"], "Did you mean `--model.objective`?"),
         (["--model.objectiv.clip=1"], "Did you mean `--model.objective`?"),
-        (["--model.objective.clipp=1"], "Option 'clipp' is not accepted"),
+        (
+            ["--model.objective.clipp=1"],
+            "error: `model.objective`: `GRPO` takes no `clipp`. It takes advantage,",
+        ),
+        (
+            ["--data.engine=VLLMEngine", "--data.engine.kv_cach_gib=1"],
+            "error: `data.engine`: `VLLMEngine` takes no `kv_cach_gib`. Did you mean `kv_cache_gib`?",
+        ),
+        (
+            ["--data.engine=VLLMEngine", "--data.engine.speculation.sibling=true"],
+            "error: `data.engine.speculation`: `Speculation` takes no `sibling`. Did you mean `siblings`?",
+        ),
+        (["--model.optimizer=AdamW", "--model.optimizer.lrr=1"], "`AdamW` takes no `lrr`. Did you mean `lr`?"),
+        (['--data.rewards=[{"functio": "builtins.max"}]'], "`RewardTerm` takes no `functio`. Did you mean `function`?"),
+        (
+            ["--trainer.max_epochs=ten"],
+            """error: Parser key "trainer.max_epochs":\n    - Expected a <class 'int'>\nOpt""",
+        ),
         (["--model.lora=8"], "Expected a dot import path string: 8"),
         (["--seed_everything=-1"], "error: `seed_everything` -1 is not in bounds, numpy accepts from 0 to 4294967295"),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is not a complete checkpoint"),

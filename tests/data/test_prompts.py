@@ -273,9 +273,10 @@ def test_what_is_no_source_is_refused(prompts_path: str) -> None:
             PromptSource.of(data)
     with pytest.raises(TypeError, match=r"got list, whose row 1 is '1 \+ 1'\."):
         PromptSource.of([{"prompt": "1"}, "1 + 1"])
-    for settings in ({}, {"path": prompts_path, "rows": []}):
-        with pytest.raises(ValueError, match="needs a `path` or `rows`, and not both"):
-            PromptSource(**settings)
+    with pytest.raises(ValueError, match="neither `path` nor `rows`: give one, or null for the whole source, as in"):
+        PromptSource()
+    with pytest.raises(ValueError, match=rf"has `path` '{prompts_path}' and `rows`, too: set one of them to null"):
+        PromptSource(path=prompts_path, rows=[])
 
 
 def test_cursor_uses_every_prompt_once_a_pass_in_changing_order() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pydoc import locate
 from types import ModuleType
+from typing import Any
 
 import lightning.pytorch.callbacks
 
@@ -34,10 +37,23 @@ def lost_name(error: BaseException | None) -> str:
             case ValueError() if str(cause).startswith(_NO_CLASS):
                 name = str(cause).removeprefix(_NO_CLASS)
                 known = {*tlt_lightning.__all__, *dir(objectives), *lightning.pytorch.callbacks.__all__}
-                if name.isidentifier() and name not in known and name.lower() not in ("true", "false", "null", "none"):
+                if name in known:
+                    return f"`{name}` is of another kind than this setting takes."
+                if name.isidentifier() and name.lower() not in ("true", "false", "null", "none"):
                     own = " Name one of your own with its module: `my_module.Name`."
                     return f"There is no class `{name}`.{did_you_mean(name, known) or own}"
     return ""
+
+
+def refused_argument(message: str) -> str:
+    """Return a sentence on the argument that a class does not take, of which the parser's message tells; else ""."""
+    found = re.search(r"(?:class_path '(.+?)':\s+)?Option '(.+?)' is not accepted(?:.*?class_path='(.+?)')?", message)
+    if found is None or not (path := found[1] or found[3]):
+        return ""
+    kind: Any = locate(path)
+    known = inspect.signature(kind).parameters
+    hint = did_you_mean(found[2], known) or f" It takes {', '.join(known)}."
+    return f"`{path.rpartition('.')[2]}` takes no `{found[2]}`.{hint}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -19,10 +19,13 @@ from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from tlt_lightning.commands.advice import close_options, lost_name
+from tlt_lightning.commands.advice import close_options, lost_name, refused_argument
 from tlt_lightning.guard.checkpoint_io import check_readable
 from tlt_lightning.replacing import replaced
 from tlt_lightning.training.resume import iterations_of
+
+_UNIONS = r"\n\s*(- )?(Does not validate against any of.*|Subtypes: \[.*|Errors:|Expected a <class 'NoneType'>)(?=\n|$)"
+"""Lines of jsonargparse on a setting of several types that say nothing of what was given."""
 
 yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # as `Timer`'s `interval`, an enum's member
 
@@ -133,9 +136,10 @@ class _Parser(LightningArgumentParser):
             super().error(message, ex)
         message = re.sub(r"\n +- Expected a path but .*? either not accessible or invalid", "", message, flags=re.S)
         message = re.sub(r"\n +Given value.*", "", message)  # which names all that a class was given
-        if lost := lost_name(ex):
-            key = re.match('Parser key "(.*?)"', message)
-            message = f"`{key[1]}`: {lost}" if key else lost
+        message = re.sub(_UNIONS, "", message)
+        if lost := lost_name(ex) or refused_argument(message):
+            keys = re.findall('Parser key "(.*?)"', message)
+            message = f"`{'.'.join(keys)}`: {lost}" if keys else lost
         message = re.sub(rf"(required: |, )(?:{'|'.join(_CLI.subcommands())})\.", r"\1", message)
         advice = [f"Did you mean `{known}`?" for known in close_options(message, _options(self))]
         program = self.prog.replace(" [options]", "").removesuffix(" fit")

@@ -68,7 +68,9 @@ class PromptSource:
 
     def __post_init__(self) -> None:
         if bool(self.path) == (self.rows is not None):
-            raise ValueError("A prompt source needs a `path` or `rows`, and not both; set the other to null.")
+            neither = "neither `path` nor `rows`: give one, or null for the whole source, as in `--data.val null`."
+            both = f"`path` {self.path!r} and `rows`, too: set one of them to null."
+            raise ValueError(f"A prompt source has {both if self.path else neither}")
         if (self.chat_template or "").endswith(".jinja"):
             place = Path(str(self.chat_template)).expanduser()
             if not place.is_file():
