@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -99,6 +99,20 @@ def test_interrupted_run_has_a_report(tmp_path: Path) -> None:
     page = read_page(tmp_path / "demo")
     assert page["state"] == "interrupted by RuntimeError"
     assert page["iterations"] == [1, 2]
+
+
+@pytest.mark.parametrize("hook", ["on_sanity_check_start", "on_train_epoch_start", "on_train_batch_end"])
+def test_ctrl_c_before_an_iteration_has_ended_says_that_nothing_is_saved(
+    hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    trainer = make_trainer(tmp_path, [RunReport(str(tmp_path / "demo")), LambdaCallback(**{hook: interrupt})])
+    with pytest.raises(SystemExit):
+        trainer.fit(LoggingModule(None), datamodule=RolloutLoop(make_rollouts))
+    assert "run interrupted before an iteration ended: nothing is saved" in capsys.readouterr().out
+    assert not (tmp_path / "demo").exists()
 
 
 def test_run_that_failed_before_its_first_iteration_leaves_an_earlier_report_alone(tmp_path: Path) -> None:

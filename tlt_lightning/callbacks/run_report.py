@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from tlt_lightning.arguments import CountOrZero, checked, folder_of
@@ -158,7 +159,11 @@ class RunReport(RolloutCallback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if not (trainer.is_global_zero and self.history and trainer.state.fn == "fit"):
+        if not (trainer.is_global_zero and trainer.state.fn == "fit"):
+            return
+        if not self.history:
+            if isinstance(exception, KeyboardInterrupt | SIGTERMException) and not _checkpoints(trainer):
+                say("run interrupted before an iteration ended: nothing is saved, and the same command starts it again")
             return
         try:
             self._write(trainer, exception)
