@@ -116,14 +116,14 @@ class ComposedObjective(PolicyObjective):
     def loss(self, batch: RolloutBatch, logps: Tensor, entropy: Tensor, values: Tensor | None) -> ObjectiveOutput:
         """Return the loss of one micro-batch, with metrics of the policy and of the mismatch."""
         mask = batch.response_mask.bool()
-        logps, entropy = fill(logps, mask), fill(entropy, mask)
+        logps, entropy, rollout_logps = fill(logps, mask), fill(entropy, mask), fill(batch.rollout_logps, mask)
         old_logps = fill(require(batch.old_logps, "old_logps", "the ratio is taken against it"), mask)
         advantages = fill(require(batch.advantages, "advantages", "the loss weighs tokens by them"), mask)
-        rollout_logps = fill(batch.rollout_logps, mask)
-        proximal_logps = old_logps
+        proximal_logps, correction = old_logps, self.correction
         if self.surrogate.has_ratio:
             proximal_logps = self._proximal(batch.asynchronous)(old_logps, rollout_logps)
-        start = old_logps if self.needs_critic else proximal_logps  # `target_kl` stops no iteration for its text's age
+        if correction is not None and self.clips_behaviour(asynchronous=batch.asynchronous):
+            correction = TruncatedImportance()  # of 1: the ratio makes up for the age, token by token
 
         losses, clipped = self.surrogate(logps, proximal_logps, advantages, mask)
         if losses.shape != mask.shape:
@@ -131,35 +131,51 @@ class ComposedObjective(PolicyObjective):
                 f"`{type(self.surrogate).__name__}` returned a loss of shape {tuple(losses.shape)}, which would be "
                 f"spread over the tokens: return one for each token, {tuple(mask.shape)}."
             )
-        correction = self.correction
-        if correction is not None and self.clips_behaviour(asynchronous=batch.asynchronous):
-            correction = TruncatedImportance()  # of 1: the ratio makes up for the age, token by token
-        level: Level = "token" if correction is None else correction.level
-        ratio = importance_weights(old_logps, rollout_logps, mask, level)
-        surprise = -logps - entropy  # 0 in the mean for tokens drawn from this very policy
-        metrics = {
-            "train/entropy": token_mean(entropy, batch),
-            "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
-            "train/approx_kl": token_mean(k3(start, logps), batch),
-            "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
-            "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
-            "mismatch/ratio_max": ratio.max(),
-            "mismatch/surprise": token_mean(surprise, batch),
-            "mismatch/surprise_square": token_mean(surprise.square(), batch),
-        }
         if correction is not None:
             losses = losses * correction(proximal_logps, rollout_logps, mask)
-            weights = correction(old_logps, rollout_logps, mask)  # how old the text is, whoever makes up for it
-            metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
-            metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
-            metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)
-        if batch.ref_logps is not None:
-            metrics["train/kl"] = token_mean(k3(logps, fill(batch.ref_logps, mask)), batch)
         if self.loss_kl is not None:
             ref_logps = require(batch.ref_logps, "ref_logps", "`loss_kl` is set")
             losses = losses + self.loss_kl(logps, fill(ref_logps, mask))
-
         loss = self.aggregation(losses, batch)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * token_mean(entropy, batch)
-        return ObjectiveOutput(loss, {name: metric.detach() for name, metric in metrics.items()})
+
+        start = old_logps if self.needs_critic else proximal_logps  # `target_kl` stops no iteration for its text's age
+        with torch.no_grad():
+            metrics = {
+                "train/entropy": token_mean(entropy, batch),
+                "train/clip_fraction": token_mean(clipped.to(logps.dtype), batch),
+                "train/approx_kl": token_mean(k3(start, logps), batch),
+                **_mismatch(batch, logps, entropy, old_logps, rollout_logps, correction),
+            }
+            if batch.ref_logps is not None:
+                metrics["train/kl"] = token_mean(k3(logps, fill(batch.ref_logps, mask)), batch)
+        return ObjectiveOutput(loss, metrics)
+
+
+def _mismatch(
+    batch: RolloutBatch,
+    logps: Tensor,
+    entropy: Tensor,
+    old_logps: Tensor,
+    rollout_logps: Tensor,
+    correction: MismatchCorrection | None,
+) -> dict[str, Tensor]:
+    """Return how far the engine's log-probs are from the policy's, and how the correction weighs tokens for it."""
+    mask = batch.response_mask.bool()
+    level: Level = "token" if correction is None else correction.level
+    ratio = importance_weights(old_logps, rollout_logps, mask, level)
+    surprise = -logps - entropy  # 0 in the mean for tokens drawn from this very policy
+    metrics = {
+        "mismatch/kl": token_mean(k3(rollout_logps, old_logps), batch),
+        "mismatch/logp_abs_diff": token_mean((old_logps - rollout_logps).abs(), batch),
+        "mismatch/ratio_max": ratio.max(),
+        "mismatch/surprise": token_mean(surprise, batch),
+        "mismatch/surprise_square": token_mean(surprise.square(), batch),
+    }
+    if correction is not None:
+        weights = correction(old_logps, rollout_logps, mask)  # how old the text is, whoever makes up for it
+        metrics["mismatch/is_weight_mean"] = token_mean(weights, batch)
+        metrics["mismatch/is_weight_square"] = token_mean(weights.square(), batch)
+        metrics["mismatch/truncated"] = token_mean((weights != ratio).to(logps.dtype), batch)
+    return metrics
