@@ -1,7 +1,5 @@
 """Run the command line: `python -m tlt_lightning fit|validate|predict|drafter|export|recipes|init`."""
 
-from __future__ import annotations
-
 import atexit
 import difflib
 import errno

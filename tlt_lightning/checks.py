@@ -1,7 +1,5 @@
 """Check settings that on-policy learning cannot honour, before anything is loaded."""
 
-from __future__ import annotations
-
 import logging
 
 import lightning as L

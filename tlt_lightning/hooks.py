@@ -4,8 +4,6 @@ Any callback with one of these methods gets its calls; deriving from `RolloutCal
 every rank, on the main thread, between engine steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

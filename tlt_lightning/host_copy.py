@@ -1,7 +1,5 @@
 """Copy into host memory: device tensors into page-locked memory that is used again, and rows by one thread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any

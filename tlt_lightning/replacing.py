@@ -1,7 +1,5 @@
 """Replace attributes for a while: parts of Lightning during a run, parts of vLLM during an engine's life."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Write the completions of `predict` as JSON lines."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Show a completion: its scores, and its text in pieces that one drafter, or the policy itself, has written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Build a run's page: one HTML file that needs no other and fetches nothing. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from importlib.resources import files

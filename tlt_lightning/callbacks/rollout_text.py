@@ -1,7 +1,5 @@
 """Put a rollout, an iteration and completions into words. Pure."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Follow a rollout from engine step to engine step, and a worker from stage to stage, for pictures of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

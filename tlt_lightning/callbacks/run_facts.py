@@ -1,7 +1,5 @@
 """Describe what runs: policy, objective, hardware, versions and configuration."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bring the callbacks that a run is expected to have."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Say what was perhaps meant by a name that the command line does not know."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import re

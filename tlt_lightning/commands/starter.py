@@ -1,7 +1,5 @@
 """List the recipes that a wheel holds, and write a folder to start a run of one's own from."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Say what all data modules of a policy have: an epoch's optimizer steps, in micro-batches, and an end in order."""
 
-from __future__ import annotations
-
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Check by responses that the engine writes with the policy's weights."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

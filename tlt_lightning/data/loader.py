@@ -1,7 +1,5 @@
 """Iterate over what a RolloutDataModule gives the Trainer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar

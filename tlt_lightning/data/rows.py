@@ -1,7 +1,5 @@
 """Read the rows of a data file, folder or hub dataset as they are written there."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

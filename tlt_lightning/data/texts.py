@@ -1,7 +1,5 @@
 """Read the texts that a policy imitates: the rows of a source, each with its answers."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import cached_property

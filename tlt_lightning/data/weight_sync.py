@@ -1,7 +1,5 @@
 """Keep the engine's weights equal to the policy's."""
 
-from __future__ import annotations
-
 import lightning as L
 import torch
 from torch import nn

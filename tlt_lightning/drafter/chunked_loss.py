@@ -4,8 +4,6 @@ The output head is frozen, so the backward pass needs only the gradient with res
 adds to its logits. It is taken while a chunk's logits exist: they are computed once and never kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

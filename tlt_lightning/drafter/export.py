@@ -1,7 +1,5 @@
 """Write a head as a directory that vLLM serves as it is, with a README about its quality."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ target's states at `i`, and what it should draft then, the distribution that fol
 tokens has `n - 2` entries: the last token is only ever drafted.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Choose which of the target's tokens a head drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """List the architectures that tests prove on vLLM, and refuse all others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Weights and cache are exact but for rounding to blocks. Steps and graphs are est
 shape, of which vLLM decides most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """Compare the engine's log-probs with the trainer's, to find wrong weights or kernels."""
 
-from __future__ import annotations
-
 import logging
 from math import sqrt
 

@@ -1,7 +1,5 @@
 """Count the progress of a rollout as responses finish."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ A response's length is expected from earlier answers to its prompt, and from sib
 now. Where nothing is known of a prompt, one of its requests starts before all others: its length tells of theirs.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf

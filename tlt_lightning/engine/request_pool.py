@@ -1,7 +1,5 @@
 """Pool the requests of the ranks that are one engine, and give each of them its own responses."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 

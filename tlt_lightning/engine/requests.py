@@ -1,7 +1,5 @@
 """Check requests before an engine takes them, and what it answers; join responses with their beginnings."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Keep an engine's random numbers apart from those of the training process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

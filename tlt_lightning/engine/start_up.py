@@ -1,7 +1,5 @@
 """Time an engine's start by part, and say what it waits for."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Choose the engine of a run that names none."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

@@ -1,7 +1,5 @@
 """Hold one conversation of the policy with an environment, and what an engine has of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
 from dataclasses import dataclass

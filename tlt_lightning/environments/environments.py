@@ -1,7 +1,5 @@
 """Make environments of a class, and know what they offer."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from copy import deepcopy

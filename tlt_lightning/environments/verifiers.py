@@ -1,7 +1,4 @@
-"""Let environments of the library `verifiers` play in a process of their own, by the tokens that were sampled.
-
-No `from __future__ import annotations` here: as texts, annotations would check nothing.
-"""
+"""Let environments of the library `verifiers` play in a process of their own, by the tokens that were sampled."""
 
 import asyncio
 import json

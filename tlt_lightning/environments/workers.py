@@ -1,7 +1,5 @@
 """Call environments beside the engine, and keep what hangs from holding up a run."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import queue

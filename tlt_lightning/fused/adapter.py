@@ -4,8 +4,6 @@ PEFT writes the adapter's output, writes it again scaled, adds it and casts the 
 result. For the backward pass x and `scaling x A^T` are kept, no more than PEFT's operations together keep.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compile functions of a few lines, which on a GPU then read and write their tensors once."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ m = (1 - beta) p + beta q, the generalized Jensen-Shannon divergence (GKD, arXiv
 each gradient over the temperature. Between 0 and 1 it vanishes towards both ends, at which it is a KL by definition.
 """
 
-from __future__ import annotations
-
 from math import log
 from typing import Any
 

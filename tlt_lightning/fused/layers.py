@@ -4,8 +4,6 @@ In transformers a norm is a dozen passes over its input, half of them in float32
 activation keeps the activated gate beside the gate. Here each is one pass, and only inputs are kept.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache

@@ -4,8 +4,6 @@ From the hidden states before a frozen head they need no logits in the backward 
 is known with the log-prob, and what the loss makes of the log-prob is one number a row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Run jobs one after another in a thread, and none after one that failed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 

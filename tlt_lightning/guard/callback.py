@@ -1,7 +1,5 @@
 """Keep a run's files whole and its end in order: RunGuard."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Write a checkpoint completely or not at all, beside the run; explain one that cannot be read."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

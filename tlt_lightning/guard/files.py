@@ -1,7 +1,5 @@
 """Write a file completely or not at all, and keep those of earlier runs."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

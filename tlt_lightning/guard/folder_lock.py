@@ -1,7 +1,5 @@
 """Keep two runs from writing their checkpoints into the same folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

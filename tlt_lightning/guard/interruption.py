@@ -1,7 +1,5 @@
 """End a run on Ctrl-C where a checkpoint can be written, and at once on a second one."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

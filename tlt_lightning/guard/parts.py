@@ -7,8 +7,6 @@ rank whose part is missing reads rank zero's. Parts with shards are written behi
 writing waits until they are there.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import shutil

@@ -4,8 +4,6 @@ Rank zero's rows stand in the checkpoint where a run that is not sharded has who
 parts of it, see `parts`. So a run goes on from it on other ranks, sharded or not, and reads no more rows than it holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attach the drafter that a run trains to the engine: before loading as its head, later by pushing weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Divide a drafter's state into the part that all workers share and each worker's own."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -5,8 +5,6 @@ per engine step, expected under the engine's own rule. Texts of one prompt say m
 is taken over prompts, and evidence is pooled over decisions until it suffices.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

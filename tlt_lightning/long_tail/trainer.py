@@ -4,8 +4,6 @@ Unlike TLT's spot trainer: weights are averaged over the workers that trained, s
 that all engines serve the same drafter; passes over the same text are capped; a lack of memory ends no run.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Log an iteration's numbers, and the time and memory of its stages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

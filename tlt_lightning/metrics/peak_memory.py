@@ -1,7 +1,5 @@
 """Measure the most memory that a stage of an iteration holds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

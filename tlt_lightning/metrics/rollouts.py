@@ -1,7 +1,5 @@
 """Measure the rollouts of an iteration."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain

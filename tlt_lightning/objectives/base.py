@@ -1,7 +1,5 @@
 """Define an objective: advantages from rollouts, a loss from advantages."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field

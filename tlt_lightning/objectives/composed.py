@@ -1,8 +1,4 @@
-"""Compose an objective from four pieces and optional penalties.
-
-No `from __future__ import annotations` here: jsonargparse looks inherited annotations up in the subclass's module, and
-silently accepts anything where it does not find the names (a researcher's file).
-"""
+"""Compose an objective from four pieces and optional penalties."""
 
 from dataclasses import dataclass, field, fields
 

@@ -1,7 +1,4 @@
-"""Measure how far the policy's next token is from a teacher's, over the vocabulary and not the sampled token alone.
-
-No `from __future__ import annotations` here: as texts, annotations would check nothing.
-"""
+"""Measure how far the policy's next token is from a teacher's, over the vocabulary and not the sampled token alone."""
 
 from dataclasses import dataclass
 

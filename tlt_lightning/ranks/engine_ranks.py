@@ -1,7 +1,5 @@
 """Decide what depends on a clock, once for all ranks of an engine; notice when they part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Open a worker's idle window after its rollout, and close it after the last worker's."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ checksum of what the ranks have scheduled and written: one that has parted from 
 does not come to a meeting is waited for until the timeout of the process group.
 """
 
-from __future__ import annotations
-
 import pickle
 import zlib
 from array import array

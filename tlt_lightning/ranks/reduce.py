@@ -1,7 +1,5 @@
 """Combine values of all ranks of a run; each function is a collective."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import lightning as L

@@ -6,8 +6,6 @@ tell of it; where the kernel allows namespaces, no network is in reach, and noth
 It can read files and forge its own answer.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -4,8 +4,6 @@ A script, without the package. It reads a request as JSON from standard input, a
 ("namespaces" or "guard"), then the request's token once the tests have passed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -34,8 +32,8 @@ def main() -> None:
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     program = sys.modules["program"] = types.ModuleType("program")  # where dataclasses and pickle look names up
-    for part in ("program", "tests"):  # without this file's own __future__ imports
-        exec(compile(request[part], f"{part}.py", "exec", dont_inherit=True), program.__dict__)
+    for part in ("program", "tests"):
+        exec(compile(request[part], f"{part}.py", "exec"), program.__dict__)
     os.write(reply, request["token"].encode())
     os._exit(0)  # threads and exit handlers of the program have no say any more
 

@@ -1,7 +1,5 @@
 """Compare expressions by math-verify: a script that runs without the package."""
 
-from __future__ import annotations
-
 import re
 from math import gcd
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the expected answer in a row and the final answer in a response, and score one that is nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 ANSWER = "<answer>"

@@ -3,8 +3,6 @@
 One process loads what a function needs. Every child is its fork, so that a new one costs little.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Score the answer to a multiple-choice question with up to five options."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only what follows the answer marker counts, so wrong turns in the search before it cost nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

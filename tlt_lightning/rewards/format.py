@@ -1,7 +1,5 @@
 """Score the shape of a response, whatever it says."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ math-verify runs in child processes. A response such as `\boxed{9^{9^{9}}}` hold
 it computes, which would stop the rollout past any time limit of a thread; and algebra would compete with the engine.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from pathlib import Path

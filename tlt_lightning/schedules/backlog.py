@@ -1,7 +1,5 @@
 """Keep what a schedule defers, and save it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace

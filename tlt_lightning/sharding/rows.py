@@ -1,7 +1,5 @@
 """Read the rows of a sharded tensor, wherever they were saved."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Keep a dead drafter from looking like a healthy, slow run."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 

@@ -9,8 +9,6 @@ and its ratio to them counts: ``seconds(arm) = min(arm) / mean(min(off before), 
 minima because others only ever add time. The scatter of the steps is the measurement's error.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """Count the drafts, tokens and seconds of speculation in one rollout."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

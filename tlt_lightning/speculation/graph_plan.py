@@ -4,8 +4,6 @@ Unlike the paper's (arXiv 2511.16665, section 5.1), shapes follow from the arms 
 list of buckets, and drafts are chains.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Read draft heads on disk, and check that a head fits the policy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Look drafts up in responses to a prompt, and choose the most promising."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

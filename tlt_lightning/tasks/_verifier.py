@@ -1,7 +1,5 @@
 """Score an answer by the verifier of a task: a script that runs without the package."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Take the rows of an environment of the library `verifiers`.
-
-No `from __future__ import annotations` here: as texts, annotations would check nothing.
-"""
+"""Take the rows of an environment of the library `verifiers`."""
 
 from collections import UserList
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Check a callback in a small run."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from functools import partial

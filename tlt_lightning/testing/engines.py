@@ -1,7 +1,5 @@
 """Check an engine against the policy that it writes with."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

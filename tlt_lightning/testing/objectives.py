@@ -1,7 +1,5 @@
 """Check an objective on a small batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Name a plugin in messages, and save its state as a checkpoint does."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

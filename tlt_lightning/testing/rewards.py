@@ -1,7 +1,5 @@
 """Check a reward on right, wrong and odd responses."""
 
-from __future__ import annotations
-
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Check a schedule in small rollouts that nobody writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 

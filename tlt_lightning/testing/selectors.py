@@ -1,7 +1,5 @@
 """Check a selector in small rollouts that nobody writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Describe arguments by primitives, as a recipe would write them, for loggers and checkpoints."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Let callbacks of Lightning that follow a metric look at it where it is new."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

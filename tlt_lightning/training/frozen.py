@@ -1,7 +1,5 @@
 """Leave weights that are never trained out of checkpoints; they come with the model."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Train with weights, gradients and optimizer sharded over the ranks: `Trainer(strategy="fsdp2")`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial

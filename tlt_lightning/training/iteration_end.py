@@ -1,7 +1,5 @@
 """Close an iteration's log before any callback looks for its metrics."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from math import isfinite

@@ -1,7 +1,5 @@
 """Cut an iteration's sequences into the micro-batches of its optimizer steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 from heapq import heapreplace

@@ -1,7 +1,5 @@
 """Resume a run, also one that was saved while an iteration was written or whose settings have changed since."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields

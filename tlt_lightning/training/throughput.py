@@ -1,7 +1,5 @@
 """Measure how much of its devices an update uses."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Hold conversations of the policy with environments beside an engine that writes others meanwhile."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Hold an engine's `generate` open, over as many iterations as its requests take."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter

@@ -4,8 +4,6 @@ A block is a token of the text, the anchor, and masks behind it. Its rows attend
 before the anchor, and to each other (DFlash, Chen et al. 2026, arXiv 2602.06036). To the logits of a mask's row a
 matrix of low rank adds what the token before it says. These are the layers of `speculators`' `DSparkDraftModel`; tests
 compare the two. Its forward draws anchors by waits for the device, and holds the logits of all rows at once.
-
-No `from __future__ import annotations` here: as texts, annotations would check nothing.
 """
 
 from dataclasses import dataclass

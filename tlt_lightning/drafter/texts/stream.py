@@ -1,7 +1,5 @@
 """Lay the texts of an epoch end to end, and cut the stream into packs as it is read."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

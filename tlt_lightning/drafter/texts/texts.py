@@ -1,7 +1,5 @@
 """Read the texts that a drafter learns from, and hold some of them out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b

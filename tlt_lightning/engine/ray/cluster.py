@@ -1,7 +1,5 @@
 """Connect to a cluster of Ray, or start one on this host; look at what it offers before anything loads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

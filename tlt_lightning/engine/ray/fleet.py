@@ -1,7 +1,5 @@
 """Write with several engine hosts as with one engine: deal requests out, merge what they write, replace the dead."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Host an engine in a process of its own: step it in a thread, carry out commands between two steps."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Speak with an engine host from the trainer's process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Carry one version of weights to every engine, by Ray's object store."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Book the seconds of an engine host to one stage after the other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bring tensors of pageable host memory to a GPU at the speed of its bus."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

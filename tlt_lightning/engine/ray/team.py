@@ -1,7 +1,5 @@
 """Make several processes one tensor-parallel engine: the first leads, and the others make each of its calls, too."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

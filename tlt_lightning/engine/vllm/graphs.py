@@ -12,8 +12,6 @@ Where the bytes are, for a 7B policy and 512 tokens (by sources and shapes, wher
 rows before it shows close to none.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict

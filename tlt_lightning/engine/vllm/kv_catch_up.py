@@ -7,8 +7,6 @@ kept, and once in a while all missing keys and values are computed together: two
 for a few hundred tokens as for one. So are those of a block head, all of whose layers see the target's states alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

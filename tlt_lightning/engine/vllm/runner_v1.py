@@ -1,7 +1,5 @@
 """Speculate on vLLM's V1 model runner, which the CPU build uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ was drawn. A draft is kept with the policy's probability of it, as in rejection 
 on it. So the text is that of plain decoding with the same seed, and a draft may know the noise.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Steer vLLM's schedulers before every step. Imports vLLM: import this module late."""
 
-from __future__ import annotations
-
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler

@@ -4,8 +4,6 @@ Our own; the paper has none. The shape of the default prior was fitted to the st
 error 4%); its scale is taken from the first step seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
 from typing import Any

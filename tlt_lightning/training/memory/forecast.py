@@ -1,7 +1,5 @@
 """Forecast what a run will hold on each device from shapes, before engine and policy are loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

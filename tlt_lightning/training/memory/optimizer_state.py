@@ -1,7 +1,5 @@
 """Measure what an optimizer keeps, on a small parameter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Choose the tokens of an update's passes by the forecast of memory, before anything is loaded."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Activations are not estimated by a formula: the trunk runs once over fake tensor
 what autograd would keep for the backward pass is added up. So every architecture, LoRA and autocast count as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

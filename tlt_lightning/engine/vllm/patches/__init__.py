@@ -1,7 +1,5 @@
 """Repair faults of vLLM, a file each, from an engine's start to its close."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module

@@ -6,8 +6,6 @@ good. The largest is the whole KV cache. Where one does not fit, all of its addr
 memory, again and again (virtual aliasing in CUDA's programming guide): that they are mapped is asked for, not to what.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

@@ -13,8 +13,6 @@ the drafts need no memory for distributions, may be mixed with look-ups, and lea
 vLLM salts the noise of drafts, as its own rejection sampling must, and samples drafts only to verify them by that.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import inf
 from typing import Any

@@ -1,7 +1,5 @@
 """Pack experts anew when weights are reloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build

@@ -1,7 +1,5 @@
 """Let requests with seeds of their own read long prompts in parts on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

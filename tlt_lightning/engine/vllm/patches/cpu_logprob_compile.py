@@ -1,7 +1,5 @@
 """Skip a compiler run of 17 s at the first log-prob."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build

@@ -1,7 +1,5 @@
 """Give drafts the temperatures of their own requests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

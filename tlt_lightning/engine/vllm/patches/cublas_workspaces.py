@@ -6,8 +6,6 @@ the engine has started (`CUDAAccelerator.setup`). Replays then write into freed 
 it was unmapped, silence elsewhere. With workspaces dropped right before it, a capture allocates its own in the pool.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ for the target, hidden by a graph of another length, and run piecewise, without 
 graph of 160. A plan with a graph of the target that the drafter has not leads there, too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tlt_lightning.engine.vllm.internals import is_cpu_build, reach

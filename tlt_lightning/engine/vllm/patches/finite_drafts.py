@@ -7,8 +7,6 @@ and writes token 0, which the policy has not drawn. Half precision gets there in
 It takes two short kernels a draft, within the CUDA graph where there is one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tlt_lightning.engine.vllm.patches.patch import Patch

@@ -5,8 +5,6 @@ ever be used: 32 by vLLM's default, of 4 bytes for each token, head and channel,
 Only few requests leave multiprocessors idle enough for many splits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ decorates the decoder's Hugging Face class for `torch.compile`, in this process.
 and would ask for vLLM's configuration. Here the decoration moves to a subclass that vLLM's model alone has.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tlt_lightning.engine.vllm.patches.patch import Patch

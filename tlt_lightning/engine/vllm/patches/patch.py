@@ -1,7 +1,5 @@
 """Define the form of every repair of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Let an engine fall asleep on a device whose memory other programs take at the same moment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tlt_lightning.engine.vllm.patches.patch import Patch
