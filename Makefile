@@ -16,7 +16,7 @@ setup: .venv/ready-$(ENGINE)
 	# vLLM asks for these three; next to a CPU build of torch the index's CUDA builds of them break `import transformers`.
 	for package in torchvision torchaudio torchcodec; do \
 	  $(PY) -c "import $$package" >/dev/null 2>&1 || $(PY) -m pip uninstall --quiet --yes $$package; done
-	$(PY) -c 'import transformers, vllm, lightning, peft'
+	$(PY) -c 'import transformers, vllm, lightning, peft, torchmetrics'
 	touch $@
 
 # One thread, unless you say otherwise: the policy is tiny, and where other programs take a core, threads that wait for
