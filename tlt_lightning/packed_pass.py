@@ -84,15 +84,14 @@ def note_if_packable(trunk: nn.Module) -> bool:
     if is_packable := is_packable and "position_ids" in inspect.signature(trunk.forward).parameters:
         weight = next(trunk.parameters())
         ids = torch.arange(1, 9, device=weight.device)[None] % config.get_text_config().vocab_size
-        alone, mixed = (
-            torch.cat([trunk(input_ids=part, use_cache=False).last_hidden_state[0] for part in parts])
-            for parts in (ids.split([3, 5], 1), [ids])
-        )
-        pack = Pack.of(pad_sequence(list(ids[0].split([3, 5])), batch_first=True), torch.tensor([3, 5]))
-        error, harm = (
-            (states - alone).abs().max() / alone.abs().max() for states in (packed_states(trunk, pack), mixed)
-        )
-        is_packable = bool(error < (1e-4 if weight.dtype.itemsize >= 4 else max(2e-2, float(harm) / 20)))
+        parts = ids.split([3, 5], 1)
+        alone = torch.cat([trunk(input_ids=part, use_cache=False).last_hidden_state[0] for part in parts])
+        pack = Pack.of(pad_sequence([part[0] for part in parts], batch_first=True), torch.tensor([3, 5]))
+        error = (packed_states(trunk, pack) - alone).abs().max()
+        is_packable = bool(error < (1e-4 if weight.dtype.itemsize >= 4 else 2e-2) * alone.abs().max())
+        if not is_packable and weight.dtype.itemsize < 4:
+            mixed = trunk(input_ids=ids, use_cache=False).last_hidden_state[0]
+            is_packable = bool(error < (mixed - alone).abs().max() / 20)
     setattr(trunk, IS_PACKABLE, is_packable)
     return is_packable
 
