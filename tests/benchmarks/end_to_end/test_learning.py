@@ -94,3 +94,10 @@ def test_a_run_that_fails_ends_the_benchmark_with_its_command(tmp_path: Path, mo
     monkeypatch.setattr(learning.sys, "executable", "false")
     with pytest.raises(SystemExit, match="arm 'plain', seed 1, failed: false -m tlt_lightning fit"):
         learning.main(["--recipe", "a.yaml", "--seeds", "1", "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize(("goal", "seconds"), [(0.19, 12.0), (0.39, 22.0), (0.6, None)])
+def test_a_reward_is_reached_when_three_iterations_have_it_in_the_mean(goal: float, seconds: float | None) -> None:
+    rewards, times = (0.1, 0.2, 0.3, 0.2, 0.7), (3.0, 4.0, 5.0, 4.0, 6.0)
+    run = {"curves": {"reward/mean": [*enumerate(rewards)], "time/iteration": [*enumerate(times)]}}
+    assert learning.seconds_to(run, goal) == seconds
