@@ -110,6 +110,7 @@ class RLModule(L.LightningModule):
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
         self._optimizer_settings: list[dict[str, Any]] = []
         self._saved_settings: list[dict[str, Any]] | None = None  # of the optimizer of the run that is resumed
+        self._is_rescheduled = False  # by another scheduler than that run's
 
         self.iteration_log = IterationLog()
         """Takes what anybody, a callback above all, wants logged of the iteration."""
@@ -302,9 +303,12 @@ class RLModule(L.LightningModule):
         self._finish_iteration()
         optimization.fuse_on_gpu(self.trainer.optimizers[0], self.device)
         if self._saved_settings is not None:
-            schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-            settings = self._saved_settings, self._optimizer_settings
-            optimization.apply_changed(self.trainer.optimizers[0], schedulers, *settings)
+            optimizer, configs = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs
+            schedulers = [] if self._is_rescheduled else [config.scheduler for config in configs]
+            optimization.apply_changed(optimizer, schedulers, self._saved_settings, self._optimizer_settings)
+            if self._is_rescheduled:
+                build, steps = self.lr_scheduler, self.trainer.global_step
+                optimization.schedule_anew(optimizer, configs, build, self._optimizer_settings, steps)
             self._saved_settings = None
 
     @override
@@ -374,12 +378,16 @@ class RLModule(L.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["optimizer_settings"] = self._saved_settings or self._optimizer_settings
-        path = str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
+        path = self._policy_origin
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["policy"] = path
         for kind in (L.LightningModule, L.LightningDataModule):
             checkpoint.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})["_instantiator"] = INSTANTIATOR
         drop_frozen(self._frozen, checkpoint)
+
+    @property
+    def _policy_origin(self) -> str:
+        return str(Path(self.policy_path).absolute()) if Path(self.policy_path).is_dir() else self.policy_path
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -387,6 +395,12 @@ class RLModule(L.LightningModule):
         restore_frozen(self._frozen, checkpoint, self)
         resume.check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            resume.warn_of_choices(checkpoint, self, self.trainer.datamodule)  # type: ignore[attr-defined]
+            resume.warn_of_changes(
+                {"model.policy": checkpoint["policy"]["path"]}, {"model.policy": self._policy_origin}
+            )
+            data: L.LightningDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
+            self._is_rescheduled = resume.warn_of_choices(checkpoint, self, data)
+            if self._is_rescheduled:
+                checkpoint["lr_schedulers"] = []
             resume.rewind(checkpoint)
             self._saved_settings = checkpoint["optimizer_settings"]

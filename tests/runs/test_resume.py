@@ -3,7 +3,9 @@
 import itertools
 import logging
 import os
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,41 @@ def test_another_learning_rate_on_resume_is_used_and_said(
     assert group["lr"] == pytest.approx(3e-4 * (0.5 ** (3 * STEPS) if scheduled else 1))
     assert group["weight_decay"] == 3e-4
     assert not all(torch.equal(tensor, other[name]) for name, tensor in same.items())
+
+
+LINEAR = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, LINEAR),
+        (LINEAR, None),
+        (LINEAR, partial(LINEAR, total_iters=12)),
+        (LINEAR, partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=12)),
+        (LINEAR, lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))),
+    ],
+)
+def test_another_scheduler_on_resume_goes_on_as_if_it_had_been_there(
+    before: Any, after: Any, paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    def settings(scheduler: Any, lr: float) -> dict[str, Any]:
+        return {"optimizer": partial(torch.optim.AdamW, lr=lr), "lr_scheduler": scheduler}
+
+    path = checkpoint_of(paths, module=settings(before, 3e-3))
+    _, whole, _ = run(paths, module=settings(after, 1e-3))
+    _, resumed, _ = run(paths, module=settings(after, 1e-3), ckpt=path)
+    rates = {iteration: metrics["train/lr"] for iteration, metrics in resumed.items()}
+    assert rates == {iteration: pytest.approx(whole[iteration]["train/lr"]) for iteration in rates}
+    assert len(rates) == 2
+    assert "model.lr_scheduler" in caplog.text
+
+
+def test_another_policy_on_resume_is_named(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoint_of(paths)
+    other = shutil.copytree(paths[0], paths[2] / "other")
+    run((str(other), *paths[1:]), ckpt=path)
+    assert f"model.policy was {paths[0]} and is {other}" in caplog.text
 
 
 def test_states_of_8_bits_resume_exactly_with_rates_that_are_tensors(

@@ -1,6 +1,7 @@
 """Build, clip and resume the optimizer of a run."""
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.cli import LRSchedulerCallable
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -68,6 +70,39 @@ def check_optimization(trainer: L.Trainer) -> None:
                     f"`{who}` looks at the ends of iterations, and this run validates elsewhere: leave "
                     "`val_check_interval` out, and set `Trainer(check_val_every_n_epoch=1)`."
                 )
+
+
+def schedule_anew(
+    optimizer: Optimizer,
+    configs: Sequence[Any],
+    build: LRSchedulerCallable | None,
+    wanted: Sequence[Settings],
+    steps: int,
+) -> None:
+    """Let learning rates be what `build`'s scheduler, or none, would have made of them in `steps` optimizer steps.
+
+    Args:
+        optimizer: Restored from a checkpoint whose learning rates another scheduler had moved.
+        configs: Lightning's, of the scheduler or of none.
+        build: Makes the scheduler.
+        wanted: `settings_of` this run's optimizer.
+        steps: Those that are done. One that follows a metric begins anew.
+    """
+    for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+        _set(group, "lr", settings["lr"])
+        group.pop("initial_lr", None)
+    for config in configs:
+        assert build is not None, "a scheduler that nobody builds"
+        config.scheduler = build(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch misses the optimizer's steps
+            for _ in range(steps if config.interval == "step" else 0):
+                config.scheduler.step()
+
+
+def _set(group: dict[str, Any], name: str, value: Any) -> None:
+    kept = group[name]
+    group[name] = kept.fill_(value) if isinstance(kept, Tensor) else value
 
 
 def let_step_on_cpu(optimizer: Optimizer) -> None:
@@ -161,8 +196,7 @@ def apply_changed(
             values = name, name_in_warnings, new[name], old[name]
             log.warning("Resumed with another `%s` of the %s: %s instead of %s.", *values)
             if name != "lr" or not schedulers or not old["lr"]:
-                kept = group[name]
-                group[name] = kept.fill_(new[name]) if isinstance(kept, Tensor) else new[name]
+                _set(group, name, new[name])
                 continue
             factor = new["lr"] / old["lr"]
             group["lr"] *= factor

@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 PROMPTS = "checksum of the training prompts"
 """Setting of a checkpoint by which a resumed run knows whether prompts have the numbers that they had."""
 
-_CHOICES = {"model": ("objective", "reference"), "data": ("rewards", "sampling", "schedule", "dynamic_sampling")}
+_CHOICES = {
+    "model": ("objective", "reference", "lr_scheduler"),
+    "data": ("rewards", "sampling", "schedule", "dynamic_sampling"),
+}
 """Arguments of module and data module that decide what is written and what is learned from it."""
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -135,10 +138,13 @@ def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         log.warning("The resumed run goes on otherwise than the one that wrote the checkpoint: %s.", "; ".join(changes))
 
 
-def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> None:
+def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> bool:
     """Warn of each changed choice of objective, rewards, sampling and schedule, by the descriptions in a checkpoint.
 
     A checkpoint without descriptions warns of nothing.
+
+    Returns:
+        True if the learning rate has another scheduler.
     """
     saved: dict[str, Any] = {}
     now: dict[str, Any] = {}
@@ -148,6 +154,7 @@ def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, da
             if name in was and name in part.hparams:
                 saved[f"{room}.{name}"], now[f"{room}.{name}"] = was[name], part.hparams[name]
     warn_of_changes(saved, now)
+    return saved.get("model.lr_scheduler") != now.get("model.lr_scheduler")
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
