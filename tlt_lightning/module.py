@@ -99,8 +99,9 @@ class RLModule(L.LightningModule):
         self.policy_path = text_of("policy", policy, f"Give a folder or hub name. {HOW_TO_SAVE}")
         remedy = "Give a folder or hub name, or leave it out."
         self.reference_path = None if reference is None else text_of("reference", reference, remedy)
-        self.optimizer = optimization.usual_optimizer(objective.usual_rates, lora) if optimizer is None else optimizer
-        self.lr_scheduler, self.lora, self.critic_config = lr_scheduler, lora, critic
+        if optimizer is None:
+            optimizer = partial(torch.optim.AdamW, lr=objective.usual_rates[lora is not None], weight_decay=0.0)
+        self.optimizer, self.lr_scheduler, self.lora, self.critic_config = optimizer, lr_scheduler, lora, critic
         self.gradient_checkpointing, self.attn_implementation = gradient_checkpointing, attn_implementation
 
         self.policy: nn.Module | None = None  # this and the next two are loaded in `configure_model`

@@ -4,7 +4,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -15,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import check_argument
 from tlt_lightning.training.followed_metrics import check_followed, validates_by_iteration
 from tlt_lightning.training.lr_schedule import with_schedule
@@ -24,11 +22,6 @@ log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]
 """Settings of one parameter group of an optimizer, by name."""
-
-
-def usual_optimizer(rates: tuple[float, float], lora: LoRA | None) -> Callable[[Any], Optimizer]:
-    """Return what builds AdamW at the first of an objective's usual learning rates, for adapters at the second."""
-    return partial(torch.optim.AdamW, lr=rates[lora is not None], weight_decay=0.0)
 
 
 def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
