@@ -1,5 +1,6 @@
-"""Replace attributes for a while: parts of Lightning during a run, parts of vLLM during an engine's life."""
+"""Replace for a while: parts of Lightning in a run, parts of vLLM in an engine's life, environment variables."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,3 +21,21 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     with ExitStack() as undone:
         replace(undone, owner, name, new)
         yield
+
+
+@contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable for the block; None leaves it out."""
+    before = os.environ.get(name)
+    try:
+        _set(name, value)
+        yield
+    finally:
+        _set(name, before)
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tlt_lightning.replacing import environment
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -56,16 +58,5 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile for all runs alike: vLLM moves the compiler's cache to a folder of each engine's settings."""
     from torch._inductor.compile_fx import compile_fx
 
-    moved = os.environ.get(_CACHE)
-    _set_cache(_OWN_CACHE)
-    try:
+    with environment(_CACHE, _OWN_CACHE):
         return compile_fx(graph, inputs)
-    finally:
-        _set_cache(moved)
-
-
-def _set_cache(folder: str | None) -> None:
-    if folder is None:
-        os.environ.pop(_CACHE, None)
-    else:
-        os.environ[_CACHE] = folder

