@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from tests.support.ray.faulty_engine import DEADLY, FAULTY, FaultyEngine, SlowToLoad
+from tests.support.ray.faulty_engine import DEADLY, FAULTY, LENGTHY, STUNNING, FaultyEngine, SlowToLoad
 from tlt_lightning import RayEngine, Request, Response, RolloutProgress, Sampling
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import fleet, remote_host, snapshot
@@ -166,6 +166,28 @@ def test_a_host_that_dies_again_and_again_ends_the_run(failing: RayEngine, monke
     monkeypatch.setattr(fleet, "MAX_DEATHS", 1)
     with pytest.raises(RuntimeError, match="Engine 0 has died 2 times without answering a request"):
         list(failing.generate([Request(0, [DEADLY])], SAMPLING, seed=0))
+
+
+def test_a_host_that_gives_no_sign_of_life_is_dead(
+    failing: RayEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_host, "MUTE_SECONDS", 2)
+    monkeypatch.setattr(fleet, "MAX_DEATHS", 1)
+    with pytest.raises(RuntimeError, match=r"Engine 0 has died 2 times .* no sign of life for 2 seconds"):
+        list(failing.generate([Request(0, [STUNNING])], SAMPLING, seed=0))
+    assert "Engine 0 died, and a new one takes its place" in caplog.text
+
+
+def test_a_host_that_gets_nowhere_is_named_once(
+    failing: RayEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_host, "STUCK_SECONDS", 2)
+    monkeypatch.setattr(remote_host, "_AWAY_SECONDS", 1.5)
+    assert len(list(failing.generate([Request(0, [0]), Request(1, [LENGTHY])], SAMPLING, seed=0))) == 2
+    assert caplog.text.count("Engine 0 has ended neither an engine step nor a command for 2 s") == 1
+    time.sleep(3)  # it waits for requests
+    assert len(list(failing.generate([Request(2, [0])], SAMPLING, seed=0))) == 1
+    assert caplog.text.count("neither an engine step") == 1
 
 
 def test_a_new_process_that_is_lost_before_it_starts_is_of_the_same_death(

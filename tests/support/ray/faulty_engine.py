@@ -1,4 +1,4 @@
-"""An engine without a model that dies, or raises, of certain tokens in a prompt."""
+"""An engine without a model that dies, raises, or stands still, of certain tokens in a prompt."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from benchmarks.common.cheap_engine import CheapEngine
 from tlt_lightning.rollout import Request
 
-DEADLY, FAULTY = 666, 667
+DEADLY, FAULTY, STUNNING, LENGTHY = 666, 667, 668, 669
 
 
 class FaultyEngine(CheapEngine):
@@ -16,6 +16,10 @@ class FaultyEngine(CheapEngine):
         prompts: Collection[int] = {token for request in requests for token in request.prompt_ids}
         if DEADLY in prompts:
             os.kill(os.getpid(), signal.SIGKILL)
+        if STUNNING in prompts:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if LENGTHY in prompts:
+            time.sleep(4)
         if FAULTY in prompts:
             raise ValueError(f"token {FAULTY} is beyond me")
         super().add(requests)

@@ -1,5 +1,6 @@
 """Speak with an engine host from the trainer's process."""
 
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -16,10 +17,19 @@ from tlt_lightning.engine.ray.host import Command, EngineHost, Kind, Report
 from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.rollout import Request, Response
 
+log = logging.getLogger(__name__)
+
 START_SECONDS = 300
 """Seconds in which a process must start, before it loads: without room in the cluster Ray would wait for ever."""
 
+STUCK_SECONDS = 300
+"""Seconds without an engine step or the end of a command, after which it is said which engine is waited for."""
+
+MUTE_SECONDS = 100
+"""Seconds without a report, of which its own thread makes five a second, after which a process counts as dead."""
+
 _REPORT_SECONDS = 0.2  # between two reports of progress
+_AWAY_SECONDS = 10  # between two looks at it, after which nobody has waited for it
 _LAPS_SECONDS = 1.0  # that an iteration waits for the stages of a host
 
 
@@ -53,7 +63,8 @@ class RemoteHost:
 
     def start(self) -> None:
         """Start a process, in place of one that died; it ends with this one at the latest."""
-        self._num_told, self._waits_since = 0, time.monotonic()
+        self._num_told, self._has_started = 0, False
+        self._polled = self._heard = self._got_on = time.monotonic()
         self.report = Report(state=self.report.state)
         # Of its threads one runs the engine, one reports, two take commands.
         remote: Any = ray.remote(EngineHost)
@@ -90,20 +101,17 @@ class RemoteHost:
             rollout: Number of the rollout.
 
         Raises:
-            HostDied: Its process is gone.
+            HostDied: Its process is gone, or gives no sign of life.
             RuntimeError: The engine failed, or its process does not start.
         """
-        if self._taking not in ready and time.monotonic() > self._waits_since + START_SECONDS:
-            raise RuntimeError(
-                f"{self.name} has not started in {START_SECONDS} seconds: the cluster has no room for {self._resources}"
-                ", as after the loss of a node, or beside another run. Free one, and resume from the last checkpoint."
-            )
+        self._check_life(has_reported=self._taking in ready)
         responses: list[Response] = []
         try:
             if self._taking in ready:
                 report = ray.get(self._taking)
-                self._waits_since = float("inf")  # it has started
+                self._has_started = True
                 self._taking = self._actor.take.remote(_REPORT_SECONDS)
+                self._warn_if_stuck(report)
                 self.report = replace(report, responses=())
                 if report.rollout == rollout:
                     responses = [each for each in report.responses if self.open.pop(each.request_id, None) is not None]
@@ -113,15 +121,47 @@ class RemoteHost:
             raise RuntimeError(str(error.cause)) from error
         except RayError as error:
             if not responses:
-                has_started = self._waits_since == float("inf")
-                # One that never started may have been lost with the process before it, which counts.
-                self.num_deaths += has_started or self._never_started
-                self._never_started = not has_started
-                raise HostDied(str(error)) from error
+                raise self._death(str(error)) from error
         if responses:
             self.num_deaths = 0
             self.stopped &= self.open.keys()
         return responses
+
+    def _check_life(self, *, has_reported: bool) -> None:
+        """Raise if it has not reported for too long, while somebody has waited for it."""
+        now = time.monotonic()
+        if has_reported or now > self._polled + _AWAY_SECONDS:
+            self._heard = now
+        if now > self._polled + _AWAY_SECONDS:
+            self._got_on = now
+        self._polled = now
+        if not self._has_started and now > self._heard + START_SECONDS:
+            raise RuntimeError(
+                f"{self.name} has not started in {START_SECONDS} seconds: the cluster has no room for {self._resources}"
+                ", as after the loss of a node, or beside another run. Free one, and resume from the last checkpoint."
+            )
+        if self._has_started and now > self._heard + MUTE_SECONDS:
+            raise self._death(f"Its process has given no sign of life for {MUTE_SECONDS} seconds.")
+
+    def _warn_if_stuck(self, report: Report) -> None:
+        """Warn, once, of an engine that reports but gets nowhere."""
+        before = self.report
+        if self.is_done or (report.num_done, report.num_steps) != (before.num_done, before.num_steps):
+            self._got_on = self._polled
+        elif self._polled > self._got_on + STUCK_SECONDS:
+            self._got_on = float("inf")
+            log.warning(
+                "%s has ended neither an engine step nor a command for %d s, and the run waits for it. A large policy "
+                "may take that long to load; else it hangs: end its process, which `ray list actors` names, and a new "
+                "one takes its place.",
+                *(self.name, STUCK_SECONDS),
+            )
+
+    def _death(self, reason: str) -> HostDied:
+        """Count a death; one that never started may have been lost with the process before it, which counts."""
+        self.num_deaths += self._has_started or self._never_started
+        self._never_started = not self._has_started
+        return HostDied(reason)
 
     def take_laps(self) -> list[tuple[str, float]]:
         """Return its stages with their seconds since the last call; none of a process that is gone or stuck."""
