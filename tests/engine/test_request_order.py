@@ -41,3 +41,14 @@ def test_unknown_prompts_start_one_request_each_and_then_the_longest() -> None:
     assert order.order([0, 1, -1, 2, -2], {0: [10], 1: [40]}) == [2, 4, 1, 3, 0]  # what probes new weights comes first
     order.end(0, 200)
     assert order.order([0, 1, 2], {1: [40]}) == [0, 1, 2]
+
+
+def test_a_group_is_known_while_it_has_requests() -> None:
+    order = RequestOrder()
+    for _ in range(3):
+        order.begin(0, 50.0)
+    order.end(0, 80)
+    order.end(0, None)  # stopped: its length tells nothing
+    assert order.expected(0, []) == (2 * 50 + 80) / 3
+    order.end(0, 90)
+    assert not any(vars(order).values())

@@ -4,7 +4,7 @@ A response's length is expected from earlier answers to its prompt, and from sib
 now. Where nothing is known of a prompt, one of its requests starts before all others: its length tells of theirs.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -18,15 +18,22 @@ class RequestOrder:
     def __init__(self) -> None:
         self._history: dict[int, float] = {}
         self._ended: dict[int, list[int]] = defaultdict(list)
+        self._num_open: Counter[int] = Counter()
 
     def begin(self, group: int, expected_tokens: float) -> None:
         """Take up a request with the mean length of earlier answers to its prompt; 0 if there are none."""
+        self._num_open[group] += 1
         if expected_tokens:
             self._history[group] = expected_tokens
 
-    def end(self, group: int, num_tokens: int) -> None:
-        """Learn the length of a response that has ended."""
-        self._ended[group].append(num_tokens)
+    def end(self, group: int, num_tokens: int | None) -> None:
+        """Learn the length of a response, None of one that was stopped; forget a group whose last one this was."""
+        if num_tokens is not None:
+            self._ended[group].append(num_tokens)
+        self._num_open[group] -= 1
+        if not self._num_open[group]:
+            for known in (self._num_open, self._ended, self._history):
+                known.pop(group, None)
 
     def expected(self, group: int, running: Sequence[int]) -> float:
         """Return the tokens to expect of the group's next response; infinity if nothing is known.

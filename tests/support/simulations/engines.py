@@ -80,8 +80,8 @@ class Rollout:
         self.waiting = [[prompt * SIZE + i for prompt in share for i in range(SIZE)] for share in shares]
         self.engines = [Engine() for _ in range(num_engines)]
         self.orders = [RequestOrder() for _ in shares]
-        for order, (group, length) in ((order, known) for order in self.orders for known in enumerate(history or ())):
-            order.begin(group, length)
+        for order, i in ((order, i) for order in self.orders for i in range(len(self.lengths))):
+            order.begin(i // SIZE, history[i // SIZE] if history else 0.0)
 
     def seconds(self, room: int, order: Order) -> float:
         """Return the seconds until the last response has ended."""

@@ -48,6 +48,8 @@ class RequestWriter:
         self._order = RequestOrder()
         self._running: dict[int, Request] = {}  # those in the engine, by their number in the pool
         self._before: dict[str, int] = {}  # tokens written before this rollout, by vLLM's name of a continued request
+        self._names: dict[int, str] = {}  # that name, by the request's number in the pool
+        self._num_before = 0  # those tokens, and those of continued requests that have ended
         self._version = -1  # of the weights that write
         self._cuts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # versions before, tokens when each ended
         self._drained: list[Response] = []  # ended in a step that new weights have cut short, and not yielded yet
@@ -165,8 +167,9 @@ class RequestWriter:
         """End a rollout, also one that the caller gave up or an exception passed through."""
         if self._running:
             self._engine.abort_request([str(number) for number in self._running])
-        for held in (self.pool, self._running, self._before, self._cuts, self._drained):
+        for held in (self.pool, self._running, self._before, self._names, self._cuts, self._drained):
             held.clear()
+        self._num_before = 0
         if self._speculative is not None:
             self._speculative.end_rollout()
 
@@ -182,8 +185,8 @@ class RequestWriter:
     def progress(self, counter: ProgressCounter, finished: Sequence[Response]) -> RolloutProgress:
         """Count an engine step that finished these responses."""
         scheduler, set_back = self._scheduler, self._set_back()
-        num_before = sum(self._before.values())
-        if num_before:
+        num_before = self._num_before
+        if self._before:
             waiting = islice(scheduler.waiting, len(set_back), None)
             num_before -= sum(self._before.get(request.request_id, 0) for request in waiting)
         controller = None if self._speculative is None else self._speculative.controller
@@ -207,7 +210,8 @@ class RequestWriter:
             given.seed = request.seed if self._draws_by_position else noise_seed(request)
             internal_id = self._engine.add_request(str(request.id), prompt, given)
             if request.written is not None:
-                self._before[internal_id] = num_written(request)
+                self._before[internal_id], self._names[request.id] = num_written(request), internal_id
+                self._num_before += num_written(request)
             if self._speculative is not None:
                 tokens = self._scheduler.requests[internal_id].all_token_ids  # by reference: it grows
                 self._speculative.add(request, internal_id, tokens)
@@ -215,11 +219,11 @@ class RequestWriter:
     def _ended(self, output: RequestOutput) -> Response:
         drafts = () if self._speculative is None else self._speculative.verified_for.pop(output.request_id)
         request = self._running.pop(int(output.request_id))
+        self._before.pop(self._names.pop(request.id, ""), None)
         cuts = [*self._cuts.pop(request.id, ()), (self._version, len(output.outputs[0].token_ids))]
         response = joined(request, as_response(output, cuts, drafts))
         self.pool.engine_ranks.note(response.token_ids)
-        if not response.is_unfinished:
-            self._order.end(request.group, len(response.token_ids))
+        self._order.end(request.group, None if response.is_unfinished else len(response.token_ids))
         return response
 
     def _arrange(self, *, is_first: bool) -> None:

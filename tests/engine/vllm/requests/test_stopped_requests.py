@@ -134,6 +134,31 @@ def test_cache_counts_and_texts_are_right_where_some_wait_and_some_are_set_back(
         assert len(response.logps) == 300
 
 
+def test_of_turns_that_have_ended_nothing_is_kept(setup: Setup) -> None:
+    """A run of conversations whose requests stay open has no other end."""
+    setup.selector.script = lambda state: OFF
+    writer, scheduler, seen = setup.engine._writer, setup.engine.inspect().scheduler, []
+    assert writer is not None
+
+    def note(progress: RolloutProgress) -> None:
+        seen.append(progress)
+        assert {len(writer._before), len(writer._names)} <= {*range(len(scheduler.requests) + 1)}
+        assert sum(writer._order._num_open.values()) == len(scheduler.requests)
+
+    turn = Request(id=0, prompt_ids=PROMPTS[0], max_tokens=10)
+    written: list[Response] = []
+    for response in setup.engine.generate([turn], GREEDY, seed=0, on_progress=note):
+        written.append(response)
+        if len(written) < 4:
+            unfinished = replace(response, finish_reason="unfinished")
+            turn = replace(
+                turn, id=len(written), group=len(written), written=unfinished, max_tokens=turn.max_tokens + 10
+            )
+            setup.engine.add([turn])
+    assert len(written) == 4
+    assert [progress.tokens for progress in seen] == [*range(1, len(seen) + 1)]
+
+
 def test_a_continued_response_drafts_for_its_siblings_alone(setup: Setup) -> None:
     setup.selector.script = lambda state: Strategy(3, "sibling")
     first = Request(id=0, prompt_ids=PROMPTS[0], max_tokens=80)
