@@ -101,7 +101,7 @@ def test_a_text_that_has_ended_is_read_to_its_end(monkeypatch: pytest.MonkeyPatc
     assert made.drafts("b", [*PROMPT, 20, 21]) == []
     made.next_step()
     assert made.drafts("b", [*PROMPT, 20, 21]) == [22, 23]
-    assert [text.request_id for text in made._members[0]] == ["b"]
+    assert [text.request_id for text in made._members[hash(tuple(PROMPT))]] == ["b"]
 
 
 def test_texts_that_nobody_looks_up_are_forgotten_with_their_group() -> None:
@@ -178,3 +178,20 @@ def test_scores_are_restored() -> None:
     scores.update(LEARNED, 3)
     again.load_state_dict(json.loads(json.dumps(scores.state_dict())))
     assert again == scores
+
+
+def test_a_run_that_clears_nothing_keeps_no_prompt_and_reads_one_that_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tlt_lightning.speculation.suffix_index.MAX_TOKENS", 60)
+    made = Texts()
+    for number in [*range(100, 120), 100]:
+        prompt = [*range(10), number, 77, 78]
+        for request_id in (f"{number} a", f"{number} b"):
+            made.begin(request_id, prompt)
+        made.grow(f"{number} a", [20, 21, number, 77])
+        assert made.drafts(f"{number} b", [*prompt, 3, 4]) == [5, 6, 7]  # of the prompt
+        for request_id in (f"{number} a", f"{number} b"):
+            made.remove(request_id)
+    held = [len(value) for value in vars(made).values() if isinstance(value, (dict, set)) and value is not made.written]
+    assert max(held) <= 3  # those that `Texts` begins

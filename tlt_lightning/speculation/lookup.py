@@ -92,7 +92,6 @@ class LookupDrafter:
         is_on: dict[Drafter, bool] = {"sibling": siblings, "ngram": ngram}
         self.indices = {drafter: SuffixIndex() for drafter in is_on if is_on[drafter]}
         self.scores = LookupScores()
-        self._groups: dict[tuple[int, ...], int] = {}  # prompt -> group of its responses
         self._members: dict[int, list[_Text]] = {}  # of a group, as far as they run or are not read to their end
         self._texts: dict[str, _Text] = {}
         self._read_groups: set[int] = set()  # in this step
@@ -108,8 +107,8 @@ class LookupDrafter:
             num_prompt_tokens: Tokens of the prompt; None is all there are now.
         """
         prompt = tuple(tokens[:num_prompt_tokens])
-        is_first = prompt not in self._groups
-        group = self._groups.setdefault(prompt, len(self._groups))
+        group = hash(prompt)
+        is_first = group not in self._members and group not in self.indices.get("sibling", ())
         # A prompt is read once a group; of the others its end alone, from which their first tokens are looked up.
         read = {
             drafter: 0 if drafter == "ngram" or is_first else max(0, len(prompt) - MATCH_LENGTHS[0])
@@ -162,8 +161,8 @@ class LookupDrafter:
         """Forget all responses; what was learned about sources stays."""
         for index in self.indices.values():
             index.clear()
-        for held in (self._texts, self._groups, self._members):
-            held.clear()
+        self._texts.clear()
+        self._members.clear()
 
     def _read_for(self, text: _Text, drafter: Drafter) -> None:
         if drafter == "ngram":

@@ -54,6 +54,9 @@ class SuffixIndex:
         self.num_tokens = 0
         self._groups: dict[Hashable, _Group] = {}  # least recently appended to first
 
+    def __contains__(self, group: Hashable) -> bool:
+        return group in self._groups
+
     def append(self, group: Hashable, text: Hashable, tokens: Sequence[int]) -> None:
         """Add `tokens` to the end of `text` in `group`; make group and text at first mention.
 
