@@ -255,6 +255,21 @@ def test_sources_are_made_of_what_python_users_have(prompts_path: str) -> None:
     assert PromptSource(rows=rows, split="train[2:4]").read() == rows[2:4]
 
 
+class Counting(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Has a row for every number, as data sets of PyTorch may: their length alone says where they end."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert index < 10, "read on behind its end"
+        return {"prompt": f"{index} + 1", "answer": index + 1}
+
+
+def test_a_data_set_of_pytorch_ends_at_its_length() -> None:
+    assert [row["answer"] for row in PromptSource(rows=Counting()).read()] == [1, 2, 3]
+
+
 def test_rows_in_yaml_keep_their_types() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--train", type=PromptSource)
