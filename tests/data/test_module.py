@@ -13,8 +13,8 @@ import lightning as L
 import pytest
 import torch
 
-from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
-from tlt_lightning import Sampling, TransformersEngine
+from tests.support.rl_runs import Recorder, evenness, make_data, make_engine, make_module, make_trainer
+from tlt_lightning import PartialRollout, Sampling, TransformersEngine
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import module as data_module
 from tlt_lightning.training.memory import pass_size
@@ -78,7 +78,7 @@ def test_a_callback_changes_the_sampling_of_an_iteration(policy_path: str, promp
             {"sampling": Sampling(max_tokens=4)},
             r"changed `data.sampling`.* in `on_train_epoch_start`",
         ),
-        ("on_train_epoch_start", {"sampling": Sampling(max_tokens=9)}, r"9 `max_tokens`, where the run has .* for 8"),
+        ("on_train_epoch_start", {"sampling": Sampling(max_tokens=9)}, r"9 `max_tokens`, and the run has .* for 8"),
         ("on_train_epoch_start", {"sampling": Sampling(max_tokens=8, temperature=0)}, "temperature` 0 writes the same"),
     ],
 )
@@ -88,6 +88,17 @@ def test_a_change_that_a_run_would_ignore_ends_it(
     trainer = make_trainer(tmp_path, Change(hook, lambda iteration: change), max_epochs=1)
     with pytest.raises(ValueError, match=message):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
+
+
+@pytest.mark.vllm
+def test_a_schedule_that_continues_responses_keeps_to_one_sampling(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    change = Change("on_train_epoch_start", lambda iteration: {"sampling": Sampling(max_tokens=8)})
+    with pytest.raises(ValueError, match="PartialRollout continues responses of earlier iterations"):
+        make_trainer(tmp_path, change).fit(
+            make_module(policy_path), make_data(prompts_path, engine=make_engine("vllm"), schedule=PartialRollout())
+        )
 
 
 @pytest.mark.parametrize(

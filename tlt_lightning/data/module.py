@@ -381,10 +381,15 @@ class RolloutDataModule(PolicyDataModule):
         if self.sampling is not self._run_with["sampling"]:
             self._arguments()
             self.engine.check_sampling(self.sampling)
-            if self.sampling.max_tokens > self._most_tokens or self.backlog.schedule.continues:
+            if self.backlog.schedule.continues:
                 raise ValueError(
-                    f"A callback gave `data.sampling` {self.sampling.max_tokens} `max_tokens`, where the run has made "
-                    f"room for {self._most_tokens}; and a schedule that continues responses keeps to one sampling."
+                    f"A callback has changed `data.sampling`, and {type(self.schedule).__name__} continues responses "
+                    "of earlier iterations, which keep to one sampling: drop the callback, or `data.schedule`."
+                )
+            if self.sampling.max_tokens > self._most_tokens:
+                raise ValueError(
+                    f"A callback gave `data.sampling` {self.sampling.max_tokens} `max_tokens`, and the run has made "
+                    f"room for {self._most_tokens}: begin with the most that it will need."
                 )
             self._run_with["sampling"] = self.sampling
             self._settings = replace(self._settings, sampling=self.sampling)
