@@ -39,7 +39,7 @@ class RolloutCallback(L.Callback):
         """Act once an iteration, when the engine has the current weights and is about to write."""
 
     def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
-        """Act after each engine step; return fast, the engine waits."""
+        """Act after each engine step, and every second that rewards or environments take; return fast."""
 
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: L.LightningModule, window: IdleWindow) -> None:
         """Use the time of a worker that is done; return as soon as `window.is_open()` is False."""

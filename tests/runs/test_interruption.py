@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.conftest import Paths
+from tests.environments.test_runs import Counting
 from tests.support.rl_runs import make_data, make_module, make_trainer, weights
-from tlt_lightning import RolloutCallback
+from tlt_lightning import RolloutCallback, Sampling
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.run_report import RunReport
 from tlt_lightning.engine import TransformersEngine
+from tlt_lightning.environments.limits import TurnLimits
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +94,33 @@ def test_a_signal_saves_what_was_learned_and_the_resumed_run_equals_the_uninterr
     assert trainer.global_step == 4 * STEPS
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert names(last.parent) == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+
+
+class Pondering(Counting):
+    """Takes long for its second turn, amid which the run is told to end."""
+
+    def step(self, text: str) -> str | None:
+        if self.turns:
+            ponder()
+        return super().step(text)
+
+
+def ponder(*_: Any) -> float:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    return 0.0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("slow", ["reward", "environment"])
+def test_a_run_ends_while_it_waits_for_rewards_and_environments(slow: str, waits: bool, paths: Paths) -> None:
+    limits = TurnLimits(tokens=4, seconds=90, waits=waits)
+    talk = {"rewards": [], "environment": Pondering, "turns": limits, "sampling": Sampling(max_tokens=24)}
+    data = talk if slow == "environment" else {"rewards": [ponder], "reward_timeout": 90.0}
+    started = time.monotonic()
+    with pytest.raises(SIGTERMException):
+        make_trainer(paths[2]).fit(make_module(paths[0]), make_data(paths[1], **data))
+    assert time.monotonic() - started < 30
 
 
 def test_nothing_is_saved_twice(paths: Paths, capfd: pytest.CaptureFixture[str]) -> None:

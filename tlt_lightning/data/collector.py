@@ -144,7 +144,7 @@ class RolloutCollector:
     def _reward(self, rollouts: Sequence[Rollout]) -> None:
         """Wait for the scores, and put them into the rollouts."""
         numbers = [rollout.response.request_id for rollout in rollouts]
-        scores = self.rewards.collect([number for number in numbers if number in self.rewards])
+        scores = self.rewards.collect([number for number in numbers if number in self.rewards], self.stream.tell_again)
         talks: list[Conversation] = []
         for number, rollout in zip(numbers, rollouts, strict=True):
             rollout.rewards = scores.get(number, {})

@@ -57,10 +57,11 @@ class EnvironmentWorkers:
 
     Args:
         seconds: Time limit of a call.
+        on_wait: Called every second in which `take` waits.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
+        self.seconds, self._on_wait = seconds, on_wait
         self._ended: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.under_way: dict[Any, None] = {}
         """Keys of the jobs that `take` has not returned, oldest first."""
@@ -98,6 +99,7 @@ class EnvironmentWorkers:
                     break
                 if time.monotonic() - self._beat > self.seconds + _GRACE:
                     ended = self._give_up_loop()
+                self._on_wait()
                 continue
             if key in self.under_way:
                 del self.under_way[key]

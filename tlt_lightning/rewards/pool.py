@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX
@@ -119,11 +119,13 @@ class RewardPool:
         """Return True if `collect` has not returned what was submitted under this key."""
         return key in self._submitted
 
-    def collect(self, keys: Iterable[int] | None = None) -> dict[int, dict[str, float]]:
+    def collect(
+        self, keys: Iterable[int] | None = None, on_wait: Callable[[], None] = lambda: None
+    ) -> dict[int, dict[str, float]]:
         """Wait for the scores under these keys, None being all; return them unweighted by key and reward name.
 
         Keys are in ascending order and rewards in the order of `terms`, however long each took; one that does not apply
-        is left out.
+        is left out. `on_wait` is called every second meanwhile, and may raise.
         """
         submitted = {key: self._submitted.pop(key) for key in sorted(self._submitted if keys is None else keys)}
         left = [call for calls in submitted.values() for call in calls]
@@ -135,7 +137,8 @@ class RewardPool:
                 if not left:
                     break
                 first = min((call.started for call in self._running), default=time.monotonic())
-                self._changed.wait(max(0.0, first + self.timeout - time.monotonic()))
+                if not self._changed.wait(min(1.0, max(0.0, first + self.timeout - time.monotonic()))):
+                    on_wait()
         self.stats = {f"reward/{term.name}_{kind}": 0 for term in self.terms for kind in ("errors", "timeouts")}
         for calls in zip(*submitted.values(), strict=True):
             failed = [call for call in calls if call.error is not None]

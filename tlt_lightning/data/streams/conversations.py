@@ -49,7 +49,7 @@ class ConversationStream(RequestStream):
         super().__init__(engine, tell)
         self.environments, self.limits, self.gives_rewards = environments, limits, environments.has_reward
         self.waits = limits.waits or engine.num_ranks > 1  # ranks of one engine must end their `generate` together
-        self.workers = EnvironmentWorkers(limits.seconds)
+        self.workers = EnvironmentWorkers(limits.seconds, self.tell_again)
         self._trajectories: dict[int, Trajectory] = {}  # by request, those that ended until they are taken
         self._written: set[int] = set()  # requests in the engine
         self._stopping: set[int] = set()  # those of them that were stopped, and may end a turn all the same

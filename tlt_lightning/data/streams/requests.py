@@ -93,6 +93,10 @@ class RequestStream(Iterator[Response]):
         """Return the conversation of a response, if it was one."""
         return None
 
+    def tell_again(self) -> None:
+        """Tell of the same progress while the engine is waited for by nobody: a run ends where it is told of some."""
+        self.tell(self.trace[-1] if self.trace else RolloutProgress(waiting=len(self.open_ids)))
+
     def close(self) -> None:
         """Give up what is open."""
         self._responses, self._unread, self.open_ids = None, None, set()
