@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -62,6 +63,26 @@ def test_loading_is_in_no_stage(cluster: None) -> None:
     engine = RayEngine(SlowToLoad())
     engine.setup("", max_model_len=32, seed=0)
     assert sum(seconds for stages in engine.take_laps().values() for _, seconds in stages) < 1
+    engine.close()
+
+
+class Reader(FaultyEngine):
+    """Reads the policy."""
+
+    def setup(self, policy: str, *, max_model_len: int, seed: int) -> None:
+        self.versions = [int(Path(policy).read_text())]
+
+
+def test_an_engine_finds_what_the_trainer_finds_by_a_relative_path(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "policy").write_text("7")
+    monkeypatch.chdir(tmp_path)  # which the cluster was not started in
+    engine = RayEngine(Reader())
+    engine.setup("policy", max_model_len=32, seed=0)
+    engine.update_weights(weights(1), 8)
+    list(engine.generate(requests(1), SAMPLING, seed=0))
+    assert engine.state_dict()["versions"] == [7, 8]
     engine.close()
 
 

@@ -15,7 +15,7 @@ from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.ray.cluster import check_versions
 from tlt_lightning.engine.ray.snapshot import Snapshot
 from tlt_lightning.engine.ray.stages import StageClock
-from tlt_lightning.engine.ray.team import OWN_SECONDS, LedEngine, forget_rank
+from tlt_lightning.engine.ray.team import OWN_SECONDS, LedEngine, enter, forget_rank
 from tlt_lightning.rollout import Request, Response, Sampling
 
 Command = Callable[["EngineHost"], bool]
@@ -103,14 +103,15 @@ class EngineHost:
         """Return its stages with their seconds, since the last call."""
         return self._clock.take()
 
-    def run(self, versions: dict[str, str], pickled_engine: bytes) -> None:
-        """Carry out commands and write, for as long as the host lives.
+    def run(self, versions: dict[str, str], folder: str, pickled_engine: bytes) -> None:
+        """Carry out commands and write, for as long as the host lives; `folder` is the trainer's.
 
         Raises:
             RuntimeError: Something failed, or this node has other packages than the trainer's.
         """
         try:
             check_versions(versions)
+            enter(folder)
             engine = cloudpickle.loads(pickled_engine)
             self._engine = engine if engine.num_ranks == 1 else LedEngine(engine, self.name)
             while True:

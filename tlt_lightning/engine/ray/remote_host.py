@@ -1,6 +1,7 @@
 """Speak with an engine host from the trainer's process."""
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -69,7 +70,7 @@ class RemoteHost:
         # Of its threads one runs the engine, one reports, two take commands.
         remote: Any = ray.remote(EngineHost)
         self._actor = remote.options(max_concurrency=4, **self._resources).remote(self.name)
-        self._running = self._actor.run.remote(installed_versions(), self._pickled_engine)
+        self._running = self._actor.run.remote(installed_versions(), os.getcwd(), self._pickled_engine)
         self._taking = self._actor.take.remote(_REPORT_SECONDS)
 
     def tell(self, command: Command) -> None:

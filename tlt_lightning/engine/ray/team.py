@@ -53,7 +53,7 @@ class LedEngine(RolloutEngine):
         place = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         remote: Any = ray.remote(Follower).options(num_cpus=0, num_gpus=0, scheduling_strategy=place)
         # All see the devices of all, as vLLM expects; Ray gave them to this process.
-        given = address, engine.num_ranks, os.environ.get(_DEVICES), cloudpickle.dumps(engine)
+        given = address, engine.num_ranks, os.getcwd(), os.environ.get(_DEVICES), cloudpickle.dumps(engine)
         self._actors = [remote.remote() for _ in range(1, engine.num_ranks)]
         followers = [actor.follow.remote(rank, *given) for rank, actor in enumerate(self._actors, start=1)]
         threading.Thread(target=_end_with, args=(followers, name), daemon=True).start()
@@ -123,9 +123,12 @@ class LedEngine(RolloutEngine):
 class Follower:
     """Makes every call that the first process of its engine makes; a Ray actor, which ends with the one that led it."""
 
-    def follow(self, rank: int, address: str, num_ranks: int, devices: str | None, pickled_engine: bytes) -> None:
+    def follow(
+        self, rank: int, address: str, num_ranks: int, folder: str, devices: str | None, pickled_engine: bytes
+    ) -> None:
         """Follow for as long as the first process lives."""
         forget_rank()
+        enter(folder)
         if devices is not None:
             os.environ[_DEVICES] = devices
         _join(rank, address, num_ranks)
@@ -156,6 +159,12 @@ def forget_rank() -> None:
     """Take out of the environment what makes this process a rank of the trainer."""
     for variable in _OF_A_RANK:
         os.environ.pop(variable, None)
+
+
+def enter(folder: str) -> None:
+    """Work in the trainer's folder, where this node has it: paths may be relative to it."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
 
 
 def _join(rank: int, address: str, num_ranks: int) -> None:
