@@ -67,6 +67,22 @@ def test_wrong_human_eval_solution_fails() -> None:
     assert score("def circumference(radius):\n    return 3 * radius", HUMAN_EVAL) == 0.0
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "def abs(number):\n    return 0\n",
+        "import builtins\nbuiltins.abs = lambda number: 0\n",
+        "abs = lambda number: 0\n",
+    ],
+)
+def test_a_program_s_own_builtins_are_not_those_of_its_check(trick: str) -> None:
+    assert score(trick + "def area(radius):\n    return 3 * radius**2", HUMAN_EVAL) == 0.0
+    assert score(trick + "def area(radius):\n    return math.pi * radius**2 + abs(5)", HUMAN_EVAL) == 1.0
+    named = {"test": "def check(candidate):\n    assert candidate(2) == 0", "entry_point": "abs"}
+    assert score(trick + "def double(x):\n    return x + x", named) == float("builtins" not in trick)
+    assert score("def sum(a, b):\n    return a * b", {"test": "assert sum(2, 3) == 6"}) == 1.0
+
+
 def test_lists_and_scripts_of_asserts() -> None:
     assert score(DOUBLE) == 1.0
     assert score(DOUBLE, {"test": "assert double(1) == 2"}) == 1.0

@@ -69,6 +69,7 @@ class PythonTests:
         request = {
             "program": program,
             "tests": tests,
+            "entry_point": row.get("entry_point"),
             "token": token,
             "cpu_seconds": int(self.time_limit) + 1,
             "memory_bytes": self.memory_mb << 20,
