@@ -195,6 +195,23 @@ def test_a_misspelt_group_of_a_recipe_gets_advice(
     assert f"Did you mean `{known}`?\nOptions are listed by: python -m tlt_lightning fit" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("fit recipes/ray.yaml", "Did you mean `-c recipes/ray.yaml`?"),
+        ("fit -c ray.yaml", "Did you mean `-c recipes/ray.yaml`?"),
+        ("-c recipes/quickstart.yaml fit", "error: Files and options follow `fit`."),
+    ],
+)
+def test_a_file_in_another_place_gets_advice(
+    words: str, advice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        run_cli(words.split())
+    assert advice in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("run", [run_cli, run_drafter_cli])
 def test_a_recipe_that_is_no_yaml_is_named(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, broken = tmp_path / "whole.yaml", tmp_path / "broken.yaml"

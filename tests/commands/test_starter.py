@@ -124,6 +124,7 @@ def test_an_environment_is_copied_for_its_user_to_change(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([".", "--recipe", "recipes/quickstart.yaml"], "`folder` '.' exists already; name a new one."),
         (["."], "`folder` '.' exists already; name a new one."),
         (["new", "--recipe", "quick"], "`--recipe` must be one of adaptive_drafter, "),
     ],

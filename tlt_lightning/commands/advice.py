@@ -73,6 +73,13 @@ def close_options(message: str, options: set[str]) -> list[str]:
     return [f"--{known}" for option in unknown for known in _nearest(option, options)]
 
 
+def files_meant(message: str) -> list[str]:
+    """Return `-c` with each file of settings that stands alone in an error of the parser, or lies in `recipes/`."""
+    found = re.search(r"(?:unrecognized arguments: |File does not exist: ')([^'\n]*)", message, re.IGNORECASE)
+    words = [Path(word) for word in (found[1].split() if found else ()) if word.endswith((".yaml", ".yml"))]
+    return [f"-c {place}" for word in words for place in (word, "recipes" / Path(word.name)) if place.is_file()]
+
+
 def _nearest(option: str, options: set[str]) -> list[str]:
     """Return the options that `option` may stand for: at most three without its group, or else the closest one."""
     within = sorted(known for known in options if known.endswith(f".{option}"))[:3]

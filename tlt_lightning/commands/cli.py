@@ -19,7 +19,7 @@ from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from tlt_lightning.commands.advice import close_options, lost_name, refused_argument
+from tlt_lightning.commands.advice import close_options, files_meant, lost_name, refused_argument
 from tlt_lightning.guard.checkpoint_io import check_readable
 from tlt_lightning.replacing import replaced
 from tlt_lightning.training.resume import iterations_of
@@ -141,7 +141,11 @@ class _Parser(LightningArgumentParser):
             keys = re.findall('Parser key "(.*?)"', message)
             message = f"`{'.'.join(keys)}`: {lost}" if keys else lost
         message = re.sub(rf"(required: |, )(?:{'|'.join(_CLI.subcommands())})\.", r"\1", message)
-        advice = [f"Did you mean `{known}`?" for known in close_options(message, _options(self))]
+        message = re.sub(
+            r"Option .*? is not accepted before subcommand '(.*)'", r"Files and options follow `\1`.", message
+        )
+        known = [*close_options(message, _options(self)), *files_meant(message)]
+        advice = [f"Did you mean `{each}`?" for each in known]
         program = self.prog.replace(" [options]", "").removesuffix(" fit")
         self.exit(2, "\n  ".join([f"error: {message}", *advice]) + f"\nOptions are listed by: {program} fit --help\n")
 

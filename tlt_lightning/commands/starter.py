@@ -153,14 +153,14 @@ def run_init(args: list[str]) -> None:
     parser.add_argument("folder", type=Path, help="folder to make; it must not exist")
     parser.add_argument("--recipe", default="quickstart", help="a name that `recipes` lists; quickstart by default")
     options = parser.parse_args(args)
-    recipes = read_recipes()
-    if options.recipe not in recipes:
+    recipes, name = read_recipes(), Path(options.recipe).name.removesuffix(".yaml")
+    if name not in recipes:
         parser.error(f"`--recipe` must be one of {', '.join(recipes)}; got {options.recipe!r}.")
     if options.folder.exists():
         parser.error(f"`folder` {str(options.folder)!r} exists already; name a new one.")
-    commands = write_start(options.folder, recipes[options.recipe])
+    commands = write_start(options.folder, recipes[name])
     yours = [name for name in YOURS if (options.folder / name).is_file()]
     print(f"{options.folder}/ holds the recipe, the files it reads, and yours: {' and '.join(yours)}. Next:\n")
     print(*(f"    {line}" for line in (f"cd {shlex.quote(str(options.folder))}", *commands)), sep="\n")
-    if commands[-1].endswith(" mine.yaml") and not {*OVERLAYS, *OVERLAYS_OF_TEXTS} & {*recipes[options.recipe].files}:
+    if commands[-1].endswith(" mine.yaml") and not {*OVERLAYS, *OVERLAYS_OF_TEXTS} & {*recipes[name].files}:
         print(f"\n{LATER if 'my_reward.py' in yours else AFTER_TEXTS}")
