@@ -143,6 +143,10 @@ def test_only_output_folders_follow_the_root() -> None:
             ["--trainer.max_epochs=ten"],
             """error: Parser key "trainer.max_epochs":\n    - Expected a <class 'int'>\nOpt""",
         ),
+        (
+            ["--data.schedule.max_staleness=2"],
+            "Name a class first, `class_path` in a file: `RolloutSchedule` is only the",
+        ),
         (["--model.lora=8"], "Expected a dot import path string: 8"),
         (["--seed_everything=-1"], "error: `seed_everything` -1 is not in bounds, numpy accepts from 0 to 4294967295"),
         (["--ckpt_path=pyproject.toml"], "`ckpt_path` 'pyproject.toml' is not a complete checkpoint"),

@@ -27,6 +27,8 @@ from tlt_lightning.training.resume import iterations_of
 _UNIONS = r"\n\s*(- )?(Does not validate against any of.*|Subtypes: \[.*|Errors:|Expected a <class 'NoneType'>)(?=\n|$)"
 """Lines of jsonargparse on a setting of several types that say nothing of what was given."""
 
+_ABSTRACT = r"Name a class first, `class_path` in a file: `\1` is only the kind that is meant"
+
 yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # as `Timer`'s `interval`, an enum's member
 
 
@@ -137,6 +139,7 @@ class _Parser(LightningArgumentParser):
         message = re.sub(r"\n +- Expected a path but .*? either not accessible or invalid", "", message, flags=re.S)
         message = re.sub(r"\n +Given value.*", "", message)  # which names all that a class was given
         message = re.sub(_UNIONS, "", message)
+        message = re.sub(r"Expected an instantiatable class, but (?:\w+\.)*(\w+) is abstract", _ABSTRACT, message)
         if lost := lost_name(ex) or refused_argument(message):
             keys = re.findall('Parser key "(.*?)"', message)
             message = f"`{'.'.join(keys)}`: {lost}" if keys else lost
