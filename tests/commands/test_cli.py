@@ -283,7 +283,11 @@ def test_ray_hosts_the_engine_that_other_files_describe(
 
 
 def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(
-    policy_path: str, prompts_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy_path: str,
+    prompts_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "my_run.py").write_text("""if True:
         from tlt_lightning import RLModule, RolloutDataModule
@@ -294,7 +298,8 @@ def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(
                 self.bonus = bonus
 
         class MyData(RolloutDataModule):
-            pass
+            def __init__(self, **kwargs):
+                super().__init__(**kwargs)
         """)
     monkeypatch.syspath_prepend(tmp_path)
     words = options(policy_path, prompts_path, tmp_path)  # a recipe's among them
@@ -302,6 +307,10 @@ def test_a_class_of_one_s_own_takes_the_place_of_the_package_s(
     assert (type(cli.model).__name__, cli.model.bonus, type(cli.datamodule).__name__) == ("MyRL", 2, "MyData")
     with pytest.raises(SystemExit, match=r"`--model`: `my_run` has no `MyR`\. Did you mean `MyRL`\?"):
         run_cli([*words, "--model", "my_run.MyR"], run=False)
+    (tmp_path / "data.yaml").write_text("data: {class_path: my_run.MyData, init_args: {grop_size: 2}}")
+    with pytest.raises(SystemExit):
+        run_cli(["--config", str(tmp_path / "data.yaml")], run=False)
+    assert "`data`: `MyData` takes no `grop_size`. Did you mean `group_size`?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

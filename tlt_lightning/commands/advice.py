@@ -1,7 +1,6 @@
 """Say what was perhaps meant by a name that the command line does not know."""
 
 import difflib
-import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import lightning.pytorch.callbacks
+from jsonargparse._parameter_resolvers import get_signature_parameters
 
 import tlt_lightning
 from tlt_lightning import objectives
@@ -49,8 +49,8 @@ def refused_argument(message: str) -> str:
     if found is None or not (path := found[1] or found[3]):
         return ""
     kind: Any = locate(path)
-    known = inspect.signature(kind).parameters
-    hint = did_you_mean(found[2], known) or f" It takes {', '.join(known)}."
+    known = [each.name for each in get_signature_parameters(kind)]  # those behind `**kwargs`, too
+    hint = did_you_mean(found[2], known) or f" It takes {', '.join(known) or 'none'}."
     return f"`{path.rpartition('.')[2]}` takes no `{found[2]}`.{hint}"
 
 
