@@ -54,7 +54,7 @@ class Change(Recorder):
 
     def __init__(self, hook: str, changes: Callable[[int], dict[str, Any]]) -> None:
         super().__init__()
-        setattr(self, hook, lambda trainer, module: vars(trainer.datamodule).update(changes(trainer.current_epoch)))
+        setattr(self, hook, lambda trainer, module, *_: vars(trainer.datamodule).update(changes(trainer.current_epoch)))
 
 
 def test_a_callback_changes_the_sampling_of_an_iteration(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
@@ -78,6 +78,12 @@ def test_a_callback_changes_the_sampling_of_an_iteration(policy_path: str, promp
             {"sampling": Sampling(max_tokens=4)},
             r"changed `data.sampling`.* in `on_train_epoch_start`",
         ),
+        (
+            "on_train_epoch_start",
+            {"sampling": Sampling(max_tokens=4, stop_strings=("x",)), "_environments": ()},
+            "`environment` goes on with requests",
+        ),
+        ("on_engine_setup", {"group_size": 2}, r"changed `data.group_size`, which this iteration would ignore"),
         ("on_train_epoch_start", {"sampling": Sampling(max_tokens=9)}, r"9 `max_tokens`, and the run has .* for 8"),
         ("on_train_epoch_start", {"sampling": Sampling(max_tokens=8, temperature=0)}, "temperature` 0 writes the same"),
     ],

@@ -170,6 +170,7 @@ class RolloutDataModule(PolicyDataModule):
         if is_fit:  # else a run that is validated is saved with what it has deferred
             self.backlog, self.answer_lengths = Backlog(self.schedule), AnswerLengths()
         self._check(is_fit=is_fit)
+        self._run_with, self._most_tokens = self._arguments(), self.sampling.max_tokens
         self._read_data(is_fit=is_fit)
         self._make_parts()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
@@ -181,7 +182,6 @@ class RolloutDataModule(PolicyDataModule):
         ignore_needless_warnings()
         if kept is not None:
             self.load_state_dict(kept)
-        self._run_with, self._most_tokens = self._arguments(), self.sampling.max_tokens
 
     def _read_data(self, *, is_fit: bool) -> None:
         """Read the prompts, and make room for the longest unless there is a limit."""
@@ -381,6 +381,7 @@ class RolloutDataModule(PolicyDataModule):
         if self.sampling is not self._run_with["sampling"]:
             self._arguments()
             self.engine.check_sampling(self.sampling)
+            check_conversations(self._environments, self.engine, self.sampling)
             if self.backlog.schedule.continues:
                 raise ValueError(
                     f"A callback has changed `data.sampling`, and {type(self.schedule).__name__} continues responses "
