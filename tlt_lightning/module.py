@@ -14,6 +14,7 @@ An iteration is one Lightning epoch:
 
 from dataclasses import asdict, replace
 from functools import partial
+from inspect import isroutine
 from pathlib import Path
 from typing import Any, Literal
 
@@ -400,7 +401,11 @@ class RLModule(L.LightningModule):
                 {"model.policy": checkpoint["policy"]["path"]}, {"model.policy": self._policy_origin}
             )
             data: L.LightningDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
-            self._is_rescheduled = resume.warn_of_choices(checkpoint, self, data)
+            follows_metric = any("num_bad_epochs" in each for each in checkpoint["lr_schedulers"])
+            is_usual = type(self).configure_optimizers is RLModule.configure_optimizers
+            # A function's name does not tell what it builds: that is stepped anew, too.
+            may_differ = isroutine(self.lr_scheduler) and is_usual and not follows_metric
+            self._is_rescheduled = resume.warn_of_choices(checkpoint, self, data) or may_differ
             if self._is_rescheduled:
                 checkpoint["lr_schedulers"] = []
             resume.rewind(checkpoint)
