@@ -255,6 +255,25 @@ def test_another_scheduler_on_resume_goes_on_as_if_it_had_been_there(
     assert "model.lr_scheduler" in caplog.text or "<lambda>" in str(before)  # two have one name
 
 
+class OwnOptimizer(RLModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [{"scheduler": self.lr_scheduler(optimizer), "interval": "step"}]
+
+
+def test_an_optimizer_of_one_s_own_resumes_with_its_own_scheduler(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "make_module", OwnOptimizer)
+    scheduler = {"lr_scheduler": lambda optimizer: LINEAR(optimizer)}
+    path = checkpoint_of(paths, module=scheduler)
+    whole, _, _ = run(paths, module=scheduler)
+    resumed, _, _ = run(paths, module=scheduler, ckpt=path)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    with pytest.raises(ValueError, match=r"another `lr_scheduler`, and `configure_optimizers` is overridden"):
+        run(paths, module={"lr_scheduler": LINEAR}, ckpt=path)
+
+
 def test_another_policy_on_resume_is_named(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
     path = checkpoint_of(paths)
     other = shutil.copytree(paths[0], paths[2] / "other")

@@ -81,6 +81,11 @@ def schedule_anew(
         wanted: `settings_of` this run's optimizer.
         steps: Those that are done. One that follows a metric begins anew.
     """
+    if not wanted:
+        raise ValueError(
+            "The resumed run has another `lr_scheduler`, and `configure_optimizers` is overridden without a call of "
+            "`super()`: nobody knows at which learning rates it began. Resume with the scheduler of the checkpoint."
+        )
     for group, settings in zip(optimizer.param_groups, wanted, strict=True):
         _set(group, "lr", settings["lr"])
         group.pop("initial_lr", None)
