@@ -401,7 +401,7 @@ class RLModule(L.LightningModule):
                 {"model.policy": checkpoint["policy"]["path"]}, {"model.policy": self._policy_origin}
             )
             data: L.LightningDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
-            follows_metric = any("num_bad_epochs" in each for each in checkpoint["lr_schedulers"])
+            follows_metric = any("num_bad_epochs" in each for each in checkpoint.get("lr_schedulers", ()))
             is_usual = type(self).configure_optimizers is RLModule.configure_optimizers
             # A function's name does not tell what it builds: that is stepped anew, too.
             may_differ = isroutine(self.lr_scheduler) and is_usual and not follows_metric

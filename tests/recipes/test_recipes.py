@@ -58,15 +58,11 @@ def test_every_recipe_says_how_it_is_run() -> None:
     assert [name for name, recipe in RECIPES.items() if f"{name}.yaml" != recipe.files[-1]] == []
 
 
-def test_the_table_says_of_every_recipe_what_was_run() -> None:
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in (RECIPE_FILES / "README.md").read_text().splitlines()
-        if line[:1] == "|"
-    ]
-    said = {
-        name for _, files, measured in rows[2:] if measured.strip() for name in RECIPES if f"`{name}.yaml`" in files
-    }
+def test_the_tables_say_of_every_recipe_what_was_run() -> None:
+    """The table of those that were not trained has no column for it."""
+    lines = (RECIPE_FILES / "README.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line[:1] == "|" and " | " in line]
+    said = {name for _, files, *measured in rows if all(measured) for name in RECIPES if f"`{name}.yaml`" in files}
     assert said == set(RECIPES)
 
 

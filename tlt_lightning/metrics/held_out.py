@@ -1,7 +1,5 @@
 """Measure accuracy over held-out prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 
