@@ -17,6 +17,7 @@ class FaultyEngine(CheapEngine):
         if DEADLY in prompts:
             os.kill(os.getpid(), signal.SIGKILL)
         if STUNNING in prompts:
+            time.sleep(2)  # one that never reported has yet to start, for which it has five minutes
             os.kill(os.getpid(), signal.SIGSTOP)
         if LENGTHY in prompts:
             time.sleep(4)
