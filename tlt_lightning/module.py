@@ -14,7 +14,6 @@ An iteration is one Lightning epoch:
 
 from dataclasses import asdict, replace
 from functools import partial
-from inspect import isroutine
 from pathlib import Path
 from typing import Any, Literal
 
@@ -401,12 +400,9 @@ class RLModule(L.LightningModule):
                 {"model.policy": checkpoint["policy"]["path"]}, {"model.policy": self._policy_origin}
             )
             data: L.LightningDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
-            follows_metric = any("num_bad_epochs" in each for each in checkpoint.get("lr_schedulers", ()))
+            is_another = resume.warn_of_choices(checkpoint, self, data)
             is_usual = type(self).configure_optimizers is RLModule.configure_optimizers
-            # A function's name does not tell what it builds: that is stepped anew, too.
-            may_differ = isroutine(self.lr_scheduler) and is_usual and not follows_metric
-            self._is_rescheduled = resume.warn_of_choices(checkpoint, self, data) or may_differ
-            if self._is_rescheduled:
-                checkpoint["lr_schedulers"] = []
+            build = self.lr_scheduler if is_usual else None
+            self._is_rescheduled = resume.drop_schedule(checkpoint, build, is_another=is_another)
             resume.rewind(checkpoint)
             self._saved_settings = checkpoint["optimizer_settings"]

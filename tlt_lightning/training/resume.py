@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from inspect import isroutine
 from typing import Any
 
 import lightning as L
@@ -155,6 +156,24 @@ def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, da
                 saved[f"{room}.{name}"], now[f"{room}.{name}"] = was[name], part.hparams[name]
     warn_of_changes(saved, now)
     return saved.get("model.lr_scheduler") != now.get("model.lr_scheduler")
+
+
+def drop_schedule(checkpoint: dict[str, Any], build: Any, *, is_another: bool) -> bool:
+    """Drop the state of the learning rates' scheduler from a checkpoint if it is another's, or may be.
+
+    Args:
+        checkpoint: The checkpoint of a run that is resumed.
+        build: Builds the scheduler. A function's name does not tell what it builds, which may have changed.
+        is_another: The scheduler is known to have changed; it loses also the state of one that follows a metric.
+
+    Returns:
+        True if there is no state any more, and the scheduler is to be stepped anew.
+    """
+    follows_metric = any("num_bad_epochs" in each for each in checkpoint.get("lr_schedulers", ()))
+    is_dropped = is_another or (isroutine(build) and not follows_metric)
+    if is_dropped:
+        checkpoint["lr_schedulers"] = []
+    return is_dropped
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
