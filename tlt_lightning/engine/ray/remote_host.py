@@ -131,10 +131,10 @@ class RemoteHost:
     def _check_life(self, *, has_reported: bool) -> None:
         """Raise if it has not reported for too long, while somebody has waited for it."""
         now = time.monotonic()
-        if has_reported or now > self._polled + _AWAY_SECONDS:
-            self._heard = now
         if now > self._polled + _AWAY_SECONDS:
-            self._got_on = now
+            self._heard = self._got_on = now
+        elif has_reported:
+            self._heard = now
         self._polled = now
         if not self._has_started and now > self._heard + START_SECONDS:
             raise RuntimeError(
