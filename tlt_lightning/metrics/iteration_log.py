@@ -12,7 +12,7 @@ from tlt_lightning.metrics.peak_memory import PeakMemory
 from tlt_lightning.ranks.reduce import gather_over_ranks
 
 Numbers = Mapping[str, tuple[str, float]]
-"""How each number is reduced and its value, by name."""
+"""Pair the way to reduce each number with its value, by name."""
 
 Laps = Sequence[tuple[str, float]]
 """Stages in the order in which they passed, and the seconds of each."""
