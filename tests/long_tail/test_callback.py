@@ -139,8 +139,11 @@ def test_the_drafter_is_trained_and_judged_as_the_engine_drafts(monkeypatch: pyt
     set_up(callback, make_engine(selector, draft_sampling="probabilistic", siblings=True, cold_head=False))
     assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=True, temperature=1.0, shares_noise=True)
     callback = make_callback()
-    Loop(callback)
+    loop = Loop(callback)
     assert callback.drafter.acceptance == AcceptanceRule(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01)
+    loop.trainer.datamodule.sampling = Sampling(temperature=0.5)  # as another callback gives it to an iteration
+    loop.begin_iteration(0)
+    assert callback.drafter.acceptance == AcceptanceRule(temperature=0.5)
 
 
 def test_another_run_of_the_same_callback_begins_its_first_iteration_anew() -> None:

@@ -98,9 +98,12 @@ class LongTailIdleCallback(DrafterCallback):
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        sampling = trainer.datamodule.sampling  # type: ignore[attr-defined]
-        self.drafter.acceptance = self.drafter.acceptance.of(sampling)
+        self._follow_sampling(trainer)
         self._plan = DrafterPlan()  # that of a checkpoint comes later
+
+    def _follow_sampling(self, trainer: L.Trainer) -> None:
+        """Judge drafts by the sampling of now, which a callback may change in each iteration."""
+        self.drafter.acceptance = self.drafter.acceptance.of(trainer.datamodule.sampling)  # type: ignore[attr-defined]
 
     @override
     def expected_speedup(self, quality: DraftQuality) -> float | None:
@@ -136,6 +139,7 @@ class LongTailIdleCallback(DrafterCallback):
         """Publish and push what was trained, while all workers are here and none writes yet."""
         started = time.perf_counter()
         self.drafter.refresh_target(pl_module.policy)
+        self._follow_sampling(trainer)
         if self._plan.iteration != trainer.current_epoch:  # else the run was resumed within it
             self._plan = self._decide(trainer)
         self._plan.started = started
