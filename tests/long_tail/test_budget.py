@@ -207,15 +207,15 @@ def test_a_head_that_is_hardly_asked_is_hardly_worth_training() -> None:
 @pytest.mark.parametrize("make", [AdaptiveBudget, lambda: AdaptiveBudget(most=0.5)])
 def test_a_resumed_run_decides_as_the_uninterrupted_one(make: Callable[[], AdaptiveBudget]) -> None:
     class Interrupted(AdaptiveBudget):
-        def decide(self, iteration: int, remaining: int | None) -> float | None:
-            if iteration == 17:
-                saved = json.loads(json.dumps(self.state_dict()))
-                self.__init__(self.most)  # type: ignore[misc]
-                self.load_state_dict(saved)
-            return super().decide(iteration, remaining)
+        def note_iteration(self, iteration: MeasuredIteration) -> None:
+            super().note_iteration(iteration)
+            saved = json.loads(json.dumps(self.state_dict()))
+            self.__init__(self.most)  # type: ignore[misc]
+            self.load_state_dict(saved)
 
-    budget = make()
-    assert simulate(DRIFT, Interrupted(budget.most), 30).shares == simulate(DRIFT, budget, 30).shares
+    budget, interrupted = make(), Interrupted(make().most)
+    assert simulate(DRIFT, interrupted, 30).shares == simulate(DRIFT, budget, 30).shares
+    assert interrupted.metrics() == budget.metrics()
 
 
 def test_a_run_goes_on_with_another_budget() -> None:

@@ -241,4 +241,4 @@ class AdaptiveBudget(TrainingBudget):
             setattr(self, name, state_dict[name])
 
 
-_STATE = ("_num_unpaid", "_spent", "_saved", "_balance")
+_STATE = ("_num_unpaid", "_remaining", "_spent", "_saved", "_balance")
