@@ -109,9 +109,7 @@ class RLModule(L.LightningModule):
         self._reference: Reference | None = None
         self._loaded_with: NetworkSettings | None = None
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
-        self._optimizer_settings: list[dict[str, Any]] = []
-        self._saved_settings: list[dict[str, Any]] | None = None  # of the optimizer of the run that is resumed
-        self._is_rescheduled = False  # by another scheduler than that run's
+        self._resumed_optimizer = optimization.ResumedOptimizer()
 
         self.iteration_log = IterationLog()
         """Takes what anybody, a callback above all, wants logged of the iteration."""
@@ -271,7 +269,7 @@ class RLModule(L.LightningModule):
             critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = optimization.built(self.optimizer, groups)
-        self._optimizer_settings = optimization.settings_of(optimizer)
+        self._resumed_optimizer.note(optimizer)
         own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
         self.save_hyperparameters({**own, "optimizer": describe_object(optimizer, optimizer.defaults)})
         every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
@@ -296,21 +294,14 @@ class RLModule(L.LightningModule):
         has_rewards = self.trainer.datamodule.has_rewards  # type: ignore[attr-defined]
         self.held_out = HeldOutMetrics(has_rewards=has_rewards)  # anew: an earlier run may have ended within one
         if stage == "fit":
-            self._saved_settings = None  # read by a run that ended before it began to train
+            self._resumed_optimizer.forget()
 
     @override
     def on_train_start(self) -> None:
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
         self._finish_iteration()
         optimization.fuse_on_gpu(self.trainer.optimizers[0], self.device)
-        if self._saved_settings is not None:
-            optimizer, configs = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs
-            schedulers = [] if self._is_rescheduled else [config.scheduler for config in configs]
-            optimization.apply_changed(optimizer, schedulers, self._saved_settings, self._optimizer_settings)
-            if self._is_rescheduled:
-                build, steps = self.lr_scheduler, self.trainer.global_step
-                optimization.schedule_anew(optimizer, configs, build, self._optimizer_settings, steps)
-            self._saved_settings = None
+        self._resumed_optimizer.apply(self.trainer, self.lr_scheduler)
 
     @override
     def on_train_epoch_start(self) -> None:
@@ -378,7 +369,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["optimizer_settings"] = self._saved_settings or self._optimizer_settings
+        self._resumed_optimizer.save(checkpoint)
         path = self._policy_origin
         checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["policy"] = path
@@ -402,7 +393,5 @@ class RLModule(L.LightningModule):
             data: L.LightningDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
             is_another = resume.warn_of_choices(checkpoint, self, data)
             is_usual = type(self).configure_optimizers is RLModule.configure_optimizers
-            build = self.lr_scheduler if is_usual else None
-            self._is_rescheduled = resume.drop_schedule(checkpoint, build, is_another=is_another)
             resume.rewind(checkpoint)
-            self._saved_settings = checkpoint["optimizer_settings"]
+            self._resumed_optimizer.load(checkpoint, self.lr_scheduler if is_usual else None, is_another=is_another)

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,38 @@ def test_a_resumed_run_ends_with_the_same_weights(policy: str, completions: str,
     assert not torch.equal(expected["fc.weight"], weights(first)["fc.weight"])
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert set(saved["state_dict"]) == set(expected)  # the target's own weights are not in it
+
+
+class Rates(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, None),
+        (WarmupCosine, None),
+        (WarmupCosine, WarmupCosine),
+        (WarmupCosine, partial(WarmupCosine, warmup_share=0.5)),
+    ],
+)
+def test_another_learning_rate_on_resume_is_used_as_if_it_had_been_there(
+    before: Any, after: Any, policy: str, completions: str, tmp_path: Path
+) -> None:
+    def fit(scheduler: Any, lr: float, max_epochs: int, ckpt_path: Path | None = None) -> tuple[L.Trainer, list[float]]:
+        module = DrafterModule(policy, optimizer=partial(torch.optim.AdamW, lr=lr), lr_scheduler=scheduler)
+        trainer = make_trainer(tmp_path, max_epochs=max_epochs, limit_val_batches=0, callbacks=[rates := Rates()])
+        data = DrafterDataModule(completions, num_tokens=128)
+        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
+        return trainer, rates.seen
+
+    fit(before, 1e-3, 1)[0].save_checkpoint(tmp_path / "half.ckpt")
+    (_, rest), (_, whole) = fit(after, 1e-4, 2, tmp_path / "half.ckpt"), fit(after, 1e-4, 2)
+    assert rest == pytest.approx(whole[len(whole) // 2 :])
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_in_words(policy: str, completions: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import CountOrZero, checked, text_of
@@ -30,7 +31,9 @@ from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
+from tlt_lightning.training.described import describe
 from tlt_lightning.training.lr_schedule import with_schedule
+from tlt_lightning.training.optimization import ResumedOptimizer
 
 _FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
 _NO_TEXTS = "`draft_vocab_size` {} needs texts to choose by: train with a DrafterDataModule, or set it to {}."
@@ -115,6 +118,7 @@ class DrafterModule(L.LightningModule):
         self.strict_loading = False  # checkpoints hold what is trained; `on_load_checkpoint` checks that it is all
         self._counts: Tensor | None = None
         self._sums: list[Tensor] = []
+        self._resumed_optimizer = ResumedOptimizer()
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -171,6 +175,7 @@ class DrafterModule(L.LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
+        self._resumed_optimizer.forget()
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.needs_vocabulary:
             if not hasattr(data, "token_counts"):
@@ -206,8 +211,16 @@ class DrafterModule(L.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer([parameter for _, parameter in heads.trainable(self._built)])
+        self._resumed_optimizer.note(optimizer)
+        return self._scheduled(optimizer)
+
+    def _scheduled(self, optimizer: Optimizer) -> Any:
         num_steps = None if self.lr_scheduler is None else self.trainer.estimated_stepping_batches
         return with_schedule(optimizer, self.lr_scheduler, num_steps)
+
+    @override
+    def on_train_start(self) -> None:
+        self._resumed_optimizer.apply(self.trainer, lambda optimizer: self._scheduled(optimizer)[1][0]["scheduler"])
 
     # Learning
 
@@ -335,6 +348,8 @@ class DrafterModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = dict(self.trainable_tensors())
         checkpoint["d2t"] = self._built.d2t
+        checkpoint["lr_scheduler"] = describe(self.lr_scheduler)
+        self._resumed_optimizer.save(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -343,3 +358,6 @@ class DrafterModule(L.LightningModule):
             raise ValueError("The head of `ckpt_path` drafts other tokens than this one; resume with the same data.")
         self.load_trainable(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
+        if self.trainer.state.fn == "fit":
+            is_another = checkpoint["lr_scheduler"] != describe(self.lr_scheduler)
+            self._resumed_optimizer.load(checkpoint, self.lr_scheduler, is_another=is_another)

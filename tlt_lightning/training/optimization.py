@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tlt_lightning.arguments import check_argument
 from tlt_lightning.training.followed_metrics import check_followed, validates_by_iteration
 from tlt_lightning.training.lr_schedule import with_schedule
+from tlt_lightning.training.resume import drop_schedule
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,43 @@ def built(build: Callable[[Any], Optimizer], groups: list[dict[str, Any]]) -> Op
             "them on, as `lambda parameters: AdamW(parameters, lr=1e-6)` does."
         )
     return optimizer
+
+
+class ResumedOptimizer:
+    """Lets a run that is resumed have its own optimizer settings and scheduler, not its checkpoint's."""
+
+    def __init__(self) -> None:
+        self._own: list[Settings] = []
+        self._saved: list[Settings] | None = None  # of the run that is resumed, until training begins
+        self._is_rescheduled = False  # by another scheduler than that run's
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note the settings of this run's optimizer, before any scheduler moves them."""
+        self._own = settings_of(optimizer)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Write the settings into a checkpoint."""
+        checkpoint["optimizer_settings"] = self._saved or self._own
+
+    def load(self, checkpoint: dict[str, Any], build: LRSchedulerCallable | None, *, is_another: bool) -> None:
+        """Read what `save` wrote, and drop the scheduler's state as `drop_schedule` does."""
+        self._is_rescheduled = drop_schedule(checkpoint, build, is_another=is_another)
+        self._saved = checkpoint["optimizer_settings"]
+
+    def forget(self) -> None:
+        """Forget what was read by a run that ended before it began to train."""
+        self._saved = None
+
+    def apply(self, trainer: L.Trainer, build: LRSchedulerCallable | None) -> None:
+        """Apply this run's settings, and its scheduler, made by `build`, once the checkpoint's are restored."""
+        if self._saved is None:
+            return
+        optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
+        schedulers = [] if self._is_rescheduled else [config.scheduler for config in configs]
+        apply_changed(optimizer, schedulers, self._saved, self._own)
+        if self._is_rescheduled:
+            schedule_anew(optimizer, configs, build, self._own, trainer.global_step)
+        self._saved = None
 
 
 def check_optimization(trainer: L.Trainer) -> None:
