@@ -148,6 +148,24 @@ def test_an_error_of_a_collective_is_followed_by_the_reason(forked: tuple[Livene
     assert error.__notes__ == ["The run cannot go on: rank 1 has died: its process ended without a word."]
 
 
+LEAVE = """
+import sys
+from types import SimpleNamespace
+from tlt_lightning.ranks.liveness import Liveness
+
+strategy = SimpleNamespace(broadcast=lambda _: int(sys.argv[1]))
+worker = Liveness(SimpleNamespace(global_rank=1, world_size=2, strategy=strategy))
+"""
+
+
+def test_a_process_that_ends_without_the_end_of_its_run_is_missed() -> None:
+    trainers = make_trainers()
+    trainers[0].strategy.broadcast = lambda port: subprocess.Popen([sys.executable, "-c", LEAVE, str(port)])
+    worker = Liveness(trainers[0])
+    assert failure(worker) == "The run cannot go on: rank 1 has died: its process ended without a word."
+    worker.close()
+
+
 EXIT = """
 import atexit, threading
 from types import SimpleNamespace

@@ -39,9 +39,11 @@ def make_trainers(patience: float = 60.0) -> list[Any]:
 def two_workers(patience: float = 60.0) -> Iterator[list[Liveness]]:
     with ThreadPoolExecutor() as pool:
         workers = list(pool.map(Liveness, make_trainers(patience)))
-    yield workers
-    for worker in workers:
-        worker.close()
+    try:
+        yield workers
+    finally:  # one that is left open would end this process
+        for worker in workers:
+            worker.close()
 
 
 def idle_windows(workers: list[Liveness]) -> list[IdleWindows]:

@@ -65,7 +65,6 @@ class Liveness:
             self._connect(trainer)
             self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
             self._thread.start()
-            atexit.register(self.close)
 
     @property
     def is_told_to_end(self) -> bool:
@@ -109,11 +108,10 @@ class Liveness:
             error.add_note(_sentence(self._failure))
 
     def close(self) -> None:
-        """Take leave of the other workers; safe to call twice."""
+        """Take leave of the other workers, who miss one that ends without; safe to call twice."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
-            atexit.unregister(self.close)
         if self._failure is not None:
             # NCCL waits at exit for a rank that is stopped, without end and beyond the reach of Python's threads.
             atexit.register(signal.alarm, int(_GRACE_SECONDS))
