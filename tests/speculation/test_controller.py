@@ -235,6 +235,16 @@ def test_state_is_restored() -> None:
     assert (again.drafter_version, without.drafter_version) == (-1, 5)
 
 
+def test_the_selector_hears_of_a_head_once_and_keeps_what_it_has_seen_of_it_over_a_resume() -> None:
+    control, again = (StrategyController(CostModelSelector()) for _ in range(2))
+    control.weights_changed(5, accepted=[0.9, 0.8, 0.7])
+    assert control.selector.acceptance["learned"].probability(1) == pytest.approx(0.9)
+    control.selector.acceptance["learned"].update(3, (1,) * 100)
+    again.load_state_dict(control.state_dict())
+    again.weights_changed(5, accepted=[0.9, 0.8, 0.7])  # the engine of a resumed run begins with another head
+    assert again.state_dict() == control.state_dict()
+
+
 @pytest.mark.parametrize("kind", [CostModelSelector, BEGMABSelector])
 def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
     kind: type[CostModelSelector | BEGMABSelector], monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ class StrategyController:
     compute_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        self.drafter_version = -1
+        self.drafter_version = self._restored_version = -1  # the latter of the head that a restored selector has seen
         self.counters = SpeculationCounters()
         self.strategy = OFF
         self._choice = OFF
@@ -178,9 +178,14 @@ class StrategyController:
             self.counters.count_time(plan.verifies, sum(result.num_emitted), seconds)
             self.selector.record(plan.state, plan.learns_for, tuple(result.num_emitted), seconds)
 
-    def weights_changed(self, drafter_version: int | None = None) -> None:
-        """Reset the alarm for new weights: the policy's, or the head's with `drafter_version`."""
+    def weights_changed(self, drafter_version: int | None = None, accepted: Sequence[float] | None = None) -> None:
+        """Reset the alarm for new weights: the policy's, or the head's with `drafter_version`.
+
+        The selector is told of `accepted`, as by `note_head`, unless it has seen these weights, before a resume.
+        """
         self.alarm.reset()
+        if accepted is not None and drafter_version != self._restored_version:
+            self.selector.note_head(accepted)
         if drafter_version is not None:
             self.drafter_version = drafter_version
             self.is_cold = False
@@ -215,6 +220,7 @@ class StrategyController:
             log.warning("The checkpoint holds what %s learned: %s starts anew.", saved, self._learner)
         else:
             self.selector.load_state_dict(state_dict["selector"])
+            self._restored_version = state_dict["drafter_version"]
         self.alarm.num_rung = state_dict["alarms"]
         self.drafter_version = state_dict["drafter_version"]
         if self.lookups is not None and state_dict["lookup_scores"] is not None:

@@ -303,12 +303,10 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         if self._speculative is None or self._head is None:
             raise RuntimeError("`update_drafter` has nothing to update: the engine has no head, `speculation.head`.")
-        if accepted is not None:
-            self._speculative.controller.selector.note_head(accepted)
         self._head.update(named_tensors)
         if not self._live.has_unfinished_requests():
             self._live.reset_prefix_cache()  # of keys and values that the old head computed for prompts
-        self._speculative.controller.weights_changed(version)
+        self._speculative.controller.weights_changed(version, accepted)
         self.drafter_version = version
 
     # What speculation did and learned
