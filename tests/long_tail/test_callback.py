@@ -96,7 +96,7 @@ class Loop:
 
     def __init__(self, callback: LongTailIdleCallback, world_size: int = 1) -> None:
         self.callback = callback
-        data = SimpleNamespace(sampling=Sampling(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01))
+        data = SimpleNamespace(sampling=Sampling(temperature=0.7, top_p=0.9, top_k=50))
         strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda tensor, reduce_op: tensor)
         self.trainer: Any = SimpleNamespace(
             training=True, current_epoch=0, max_epochs=9, world_size=1, global_step=0, global_rank=0, strategy=strategy
@@ -140,7 +140,7 @@ def test_the_drafter_is_trained_and_judged_as_the_engine_drafts(monkeypatch: pyt
     assert callback.drafter.acceptance == AcceptanceRule(samples_drafts=True, temperature=1.0, shares_noise=True)
     callback = make_callback()
     loop = Loop(callback)
-    assert callback.drafter.acceptance == AcceptanceRule(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01)
+    assert callback.drafter.acceptance == AcceptanceRule(temperature=0.7, top_p=0.9, top_k=50)
     loop.trainer.datamodule.sampling = Sampling(temperature=0.5)  # as another callback gives it to an iteration
     loop.begin_iteration(0)
     assert callback.drafter.acceptance == AcceptanceRule(temperature=0.5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import exp, inf, log
+from math import exp, inf
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,6 @@ class AcceptanceRule:
             draw the same token (`engine/vllm/patches/coupled_drafts.py`).
         top_p: Cuts p to its likeliest tokens that have this share together, as `Sampling.top_p`; q is never cut.
         top_k: Cuts p to so many tokens, as `Sampling.top_k`.
-        min_p: Cuts p to tokens with this share of the likeliest one's probability, as `Sampling.min_p`.
     """
 
     samples_drafts: bool = False
@@ -44,11 +43,10 @@ class AcceptanceRule:
     shares_noise: bool = False
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
 
     def of(self, sampling: Sampling) -> AcceptanceRule:
         """Return this rule with the temperature and the cuts of `sampling`."""
-        return replace(self, **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")})
+        return replace(self, **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")})
 
     def in_words(self) -> str:
         """Say how drafts are made and accepted."""
@@ -78,17 +76,15 @@ class AcceptanceRule:
         return rates.where(is_known, 0), matches.where(is_known, 0)
 
     def _cut(self, targets: Tensor, temperature: float) -> Tensor:
-        """Return the logits without tokens that the engine leaves out: by `min_p`, then `top_k`, then `top_p`, as vLLM.
+        """Return the logits without tokens that the engine leaves out: by `top_k`, then `top_p`, as vLLM.
 
         The likeliest tokens tell, for sorting all takes time and memory; a nucleus of more is not cut.
         """
-        if (self.top_p, self.top_k, self.min_p) == (1, 0, 0):
+        if (self.top_p, self.top_k) == (1, 0):
             return targets
         scores = targets.float().div(temperature)
         best = scores.topk(min(max(_LIKELIEST, self.top_k), scores.shape[-1])).values
-        least = best[:, :1] + (log(self.min_p) if self.min_p else -inf)
-        if 0 < self.top_k <= best.shape[-1]:
-            least = torch.maximum(least, best[:, self.top_k - 1, None])
+        least = best[:, self.top_k - 1, None] if 0 < self.top_k <= best.shape[-1] else -inf
         scores = scores.masked_fill(scores < least, -inf)
         if self.top_p < 1:
             chances = (best.masked_fill(best < least, -inf) - scores.logsumexp(-1, keepdim=True)).exp()
