@@ -195,16 +195,16 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_words(policy: str, comp
         make_trainer(tmp_path).fit(DrafterModule(policy), data, ckpt_path=tmp_path / "adam.ckpt", weights_only=True)
 
 
-def test_a_checkpoint_for_other_tokens_is_refused(policy: str, completions: str, tmp_path: Path) -> None:
+def test_a_checkpoint_for_other_tokens_or_layers_is_refused(policy: str, completions: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_epochs=1)
     trainer.fit(make_module(policy, draft_vocab_size=12), DrafterDataModule(completions, num_tokens=128))
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    other = make_module(policy, draft_vocab_size=12)
-    other.choose_vocabulary(torch.arange(32))
-    with pytest.raises(ValueError, match="drafts other tokens"):
-        make_trainer(tmp_path).fit(
-            other, DrafterDataModule(completions, num_tokens=128), ckpt_path=tmp_path / "one.ckpt", weights_only=True
-        )
+    others = make_module(policy, draft_vocab_size=12), make_module(policy, draft_vocab_size=12, layer_ids=(0, 2, 4))
+    others[0].choose_vocabulary(torch.arange(32))
+    for other, message in zip(others, ("drafts other tokens", r"reads layers \[1, 2, 3\].*\[0, 2, 4\]"), strict=True):
+        data = DrafterDataModule(completions, num_tokens=128)
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path).fit(other, data, ckpt_path=tmp_path / "one.ckpt", weights_only=True)
 
 
 def test_features_are_those_of_each_text_alone(policy: str, completions: str, tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def test_the_next_run_of_a_callback_has_no_texts_of_another_policy() -> None:
     assert (callback.publisher.version, callback.publisher.data_version) == (7, -1)
 
 
+def test_a_resumed_run_reads_the_layers_that_its_head_has_learned_from() -> None:
+    before, now = make_callback(), LongTailIdleCallback(DrafterModule(POLICY, layer_ids=(0, 1, 2)))
+    Loop(before), Loop(now)
+    with pytest.raises(ValueError, match=r"reads layers \[.*\].*\[0, 1, 2\].*`drafter.layer_ids`"):
+        now.load_state_dict(before.state_dict())
+
+
 def test_a_resumed_run_that_validates_first_drafts_with_its_policys_rows() -> None:
     loop, other = Loop(make_callback(draft_vocab_size=40)), make_callback(draft_vocab_size=40)
     with torch.no_grad():

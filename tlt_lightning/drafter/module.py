@@ -1,7 +1,7 @@
 """Train a head as a LightningModule, by a Trainer offline or by a callback beside a policy."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -168,6 +168,11 @@ class DrafterModule(L.LightningModule):
             self._counts = vocabulary
             choose_vocabulary(self._built, vocabulary)
             heads.refresh_target(self._built, read_weights(self.target, self.target_config))
+
+    def check_layers(self, layer_ids: Sequence[int]) -> None:
+        """Raise ValueError if a checkpoint's head has learned from other layers than this one reads."""
+        if (saved := list(layer_ids)) != (own := list(self.layer_ids)):
+            raise ValueError(f"The checkpoint's head reads layers {saved}, this one {own}: set `drafter.layer_ids`.")
 
     @override
     def configure_callbacks(self) -> list[L.Callback]:
@@ -348,11 +353,13 @@ class DrafterModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = dict(self.trainable_tensors())
         checkpoint["d2t"] = self._built.d2t
+        checkpoint["layer_ids"] = list(self.layer_ids)
         checkpoint["lr_scheduler"] = describe(self.lr_scheduler)
         self._resumed_optimizer.save(checkpoint)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check_layers(checkpoint["layer_ids"])
         mine, saved = self._built.d2t, checkpoint["d2t"]
         if (mine is None) != (saved is None) or (mine is not None and not torch.equal(mine.cpu(), saved.cpu())):
             raise ValueError("The head of `ckpt_path` drafts other tokens than this one; resume with the same data.")

@@ -100,10 +100,12 @@ class DrafterCallback(RolloutCallback):
             "trainer": self.training.state_dict(),
             "publisher": self.publisher.state_dict(),
             "vocabulary": self.drafter.vocabulary,
+            "layer_ids": list(self.drafter.layer_ids),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.drafter.check_layers(state_dict["layer_ids"])
         if (vocabulary := state_dict["vocabulary"]) is not None:
             self.drafter.load_vocabulary(vocabulary)
         self.training.load_state_dict(state_dict["trainer"])
