@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,15 +18,10 @@ from jsonargparse import Namespace, _typehints, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from tlt_lightning.commands.advice import close_options, files_meant, lost_name, refused_argument
+from tlt_lightning.commands.advice import NotFound, did_you_mean, files_meant, import_object, nearest
 from tlt_lightning.guard.checkpoint_io import check_readable
 from tlt_lightning.replacing import replaced
 from tlt_lightning.training.resume import iterations_of
-
-_UNIONS = r"\n\s*(- )?(Does not validate against any of.*|Subtypes: \[.*|Errors:|Expected a <class 'NoneType'>)(?=\n|$)"
-"""Lines of jsonargparse on a setting of several types that say nothing of what was given."""
-
-_ABSTRACT = r"Name a class first, `class_path` in a file: `\1` is only the kind that is meant"
 
 yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # as `Timer`'s `interval`, an enum's member
 
@@ -96,11 +90,9 @@ def named_class(words: list[str], option: str, base: type) -> type:
         if name == option and kind[:1].isupper():  # else it names a file of settings
             del words[place : place + (1 if equals else 2)]
             try:
-                return getattr(import_module(module or "tlt_lightning"), kind)
-            except (ImportError, AttributeError) as error:
-                if lost := lost_name(error):
-                    sys.exit(f"error: `{option}`: {lost}")
-                raise
+                return import_object(f"{module or 'tlt_lightning'}.{kind}")
+            except NotFound as error:
+                sys.exit(f"error: `{option}`: {error}")
     return base
 
 
@@ -125,32 +117,51 @@ class _Parser(LightningArgumentParser):
         return config if root is None else follow_root(config, str(root))
 
     _file: str | os.PathLike[str] = ""  # that is being parsed
+    _unknown: Sequence[str] = ()  # options, of a file, that nobody knows
 
     @override
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
-        self._file = path
-        return super().parse_path(path, *args, **kwargs)
+        with replaced(self, "_file", path):
+            return super().parse_path(path, *args, **kwargs)
+
+    @override
+    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().validate(namespace, *args, **kwargs)
+        except KeyError:
+            known, prefix = _options(self), f"{namespace.get('subcommand')}."
+            self._unknown = _unknown([key.removeprefix(prefix) for key, _ in namespace.items()], known)
+            if self.exit_on_error or not self._unknown:
+                raise
+            hint = did_you_mean(self._unknown[0], known) or f" It takes {', '.join(sorted(known)) or 'none'}."
+            raise NotFound(f"There is no `{self._unknown[0]}`.{hint}") from None
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        message = message.replace("Problems parsing config:", f"Problems parsing {str(self._file)!r}:")  # no YAML
         if not self.exit_on_error:
             super().error(message, ex)
-        message = re.sub(r"\n +- Expected a path but .*? either not accessible or invalid", "", message, flags=re.S)
-        message = re.sub(r"\n +Given value.*", "", message)  # which names all that a class was given
-        message = re.sub(_UNIONS, "", message)
-        message = re.sub(r"Expected an instantiatable class, but (?:\w+\.)*(\w+) is abstract", _ABSTRACT, message)
-        if lost := lost_name(ex) or refused_argument(message):
-            keys = re.findall('Parser key "(.*?)"', message)
-            message = f"`{'.'.join(keys)}`: {lost}" if keys else lost
-        message = re.sub(rf"(required: |, )(?:{'|'.join(_CLI.subcommands())})\.", r"\1", message)
-        message = re.sub(
-            r"Option .*? is not accepted before subcommand '(.*)'", r"Files and options follow `\1`.", message
-        )
-        known = [*close_options(message, _options(self)), *files_meant(message)]
-        advice = [f"Did you mean `{each}`?" for each in known]
+        where, *_ = message.splitlines()
+        lines = [f"error: {self._file and f'{str(self._file)!r}: '}{where}"]
+        lines += [line for line in str(_first_cause(ex) or "").splitlines() if line not in where]
+        options, words = _options(self), getattr(self, "args", [])
+        given = [word.removeprefix("--").partition("=")[0].rstrip("+") for word in words if word.startswith("--")]
+        close = [f"--{each}" for name in (*_unknown(given, options), *self._unknown) for each in nearest(name, options)]
+        lines += [f"Did you mean `{each}`?" for each in (*close, *files_meant(words))]
         program = self.prog.replace(" [options]", "").removesuffix(" fit")
-        self.exit(2, "\n  ".join([f"error: {message}", *advice]) + f"\nOptions are listed by: {program} fit --help\n")
+        self.exit(2, "\n  ".join(lines) + f"\nOptions are listed by: {program} fit --help\n")
+
+
+def _unknown(names: Sequence[str], options: set[str]) -> list[str]:
+    """Return the names of no option, nor of a part of one that has no options for its parts."""
+    leaves = tuple(f"{each}." for each in options if not any(other.startswith(f"{each}.") for other in options))
+    return [name for name in names if name not in options and not f"{name}.".startswith(leaves)]
+
+
+def _first_cause(error: BaseException | None) -> BaseException | None:
+    """Return what an error began with: the parser tells of a setting of several types all that each type has said."""
+    while error is not None and (cause := error.__cause__ or (not error.__suppress_context__ and error.__context__)):
+        error = cause
+    return error
 
 
 def _options(parser: LightningArgumentParser) -> set[str]:
@@ -158,7 +169,7 @@ def _options(parser: LightningArgumentParser) -> set[str]:
     options = set()
     for action in parser._actions:
         names = (name.removeprefix("--") for name in action.option_strings if name.startswith("--"))
-        options |= {name for name in names if not name.endswith((".help", "+"))}
+        options |= {name for name in names if not name.endswith(("help", "+"))}
         for subparser in getattr(action, "_name_parser_map", None) or ():
             options |= _options(action._name_parser_map[subparser])  # type: ignore[attr-defined]
     return options
@@ -205,7 +216,7 @@ class _CLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        with settings_of_one_class():
+        with settings_of_one_class(), replaced(_typehints, "import_object", import_object):
             super().parse_arguments(parser, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CLI:
