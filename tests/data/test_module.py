@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.support.rl_runs import Recorder, evenness, make_data, make_engine, make_module, make_trainer
+from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
 from tlt_lightning import PartialRollout, Sampling, TransformersEngine
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import module as data_module
@@ -96,15 +96,18 @@ def test_a_change_that_a_run_would_ignore_ends_it(
         trainer.fit(make_module(policy_path), make_data(prompts_path))
 
 
-@pytest.mark.vllm
+@pytest.mark.parametrize("given", [Sampling(max_tokens=8), Sampling()])  # the latter is fitted to the policy's context
 def test_a_schedule_that_continues_responses_keeps_to_one_sampling(
-    policy_path: str, prompts_path: str, tmp_path: Path
+    given: Sampling, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
-    change = Change("on_train_epoch_start", lambda iteration: {"sampling": Sampling(max_tokens=8)})
+    def fit(change: dict[str, Any]) -> None:
+        data = make_data(prompts_path, schedule=PartialRollout(), sampling=given, micro_batch_tokens=None, group_size=2)
+        trainer = make_trainer(tmp_path, Change("on_train_epoch_start", lambda iteration: change), max_epochs=1)
+        trainer.fit(make_module(policy_path), data)
+
+    fit({"sampling": Sampling(max_tokens=8)} if given.max_tokens == 8 else {})  # an equal one is no other
     with pytest.raises(ValueError, match="PartialRollout continues responses of earlier iterations"):
-        make_trainer(tmp_path, change).fit(
-            make_module(policy_path), make_data(prompts_path, engine=make_engine("vllm"), schedule=PartialRollout())
-        )
+        fit({"sampling": Sampling(max_tokens=7)})
 
 
 @pytest.mark.parametrize(

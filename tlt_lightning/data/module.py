@@ -258,7 +258,7 @@ class RolloutDataModule(PolicyDataModule):
         """Let responses take at most half of a short context, where nobody has said how long they may be."""
         context = context_of(self._module.policy_path)
         if context is not None and self.sampling == Sampling() and 2 * self.sampling.max_tokens > context:
-            self.sampling = replace(self.sampling, max_tokens=context // 2)
+            self.sampling = self._run_with["sampling"] = replace(self.sampling, max_tokens=context // 2)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -378,7 +378,7 @@ class RolloutDataModule(PolicyDataModule):
 
     def _take_sampling(self) -> None:
         """Let the iteration that begins have `sampling` as a callback has changed it."""
-        if self.sampling is not self._run_with["sampling"]:
+        if self.sampling != self._run_with["sampling"]:
             self._arguments()
             self.engine.check_sampling(self.sampling)
             check_conversations(self._environments, self.engine, self.sampling)
@@ -399,7 +399,9 @@ class RolloutDataModule(PolicyDataModule):
 
     def _check_unchanged(self) -> None:
         """Raise ValueError for an argument that a callback has changed, and that would be ignored."""
-        changed = [name for name, value in self._run_with.items() if getattr(self, name) is not value]
+        changed = [
+            name for name, value in self._run_with.items() if (now := getattr(self, name)) is not value and now != value
+        ]
         if changed:
             raise ValueError(
                 f"A callback has changed `data.{changed[0]}`, which this iteration would ignore: within a run only "
