@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.block_drafts import head as reference
+from tests.support.drafters import block_reference as reference
 from tests.support.drafters.draft_texts import alone, make_drafter, pack, quality_on, random_sequence, train
 from tlt_lightning.drafter import chunked_loss
 from tlt_lightning.drafter.architectures.base import Drafting
@@ -20,7 +20,6 @@ from tlt_lightning.speculation import FixedSelector
 from tlt_lightning.speculation.head_files import check_head, read_head
 
 BLOCK = 5
-CPU = torch.device("cpu")
 
 
 def dspark(policy: str, *, anchors: int = 512, **arguments: Any) -> DrafterModule:
@@ -55,7 +54,7 @@ def test_loss_and_gradients_are_those_of_speculators(
     assert {"head.fc.weight", "head.markov_head.markov_w1.weight", "head.markov_head.markov_w2.weight"} <= set(
         our_gradients
     )
-    theirs = reference.loss_of(drafter.head, reference.pack_of([text], BLOCK, CPU), num_anchors=40)
+    theirs = reference.loss_of(drafter.head, reference.pack_of(text, BLOCK), num_anchors=40)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(our_gradients, gradients(drafter, theirs), atol=1e-6, rtol=1e-5)
 
@@ -63,7 +62,7 @@ def test_loss_and_gradients_are_those_of_speculators(
 def test_acceptance_is_what_the_blocks_of_speculators_promise(drafter: DrafterModule) -> None:
     texts = [random_sequence(40, 9, seed=seed) for seed in (1, 2)]
     rules = [AcceptanceRule(), AcceptanceRule(samples_drafts=True)]
-    expected = reference.measure(drafter.head, texts, rules, CPU)
+    expected = reference.measure(drafter.head, texts, rules)
     for rule, shares in zip(rules, expected, strict=True):
         drafter.acceptance = rule
         found = quality_on(drafter, pack(texts, 128))
