@@ -142,35 +142,6 @@ def test_arc_template_lists_the_choices(tmp_path: Path, monkeypatch: pytest.Monk
     assert question.startswith("Which of these conducts electricity best?\nA. wood\nB. copper\nC. glass\n")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["--model.polcy", "x"], "polcy"),
-        (["--data.engine.init_args.kv_cash_gib", "1"], "kv_cash_gib"),
-        (["--data.group_size", "eight"], "group_size"),
-        (["--data.train.path", "missing.jsonl"], "missing.jsonl"),
-        (["--data.sampling.top_p", "1.5"], "top_p"),
-        (["--model.objective", "GRPPO"], "GRPPO"),
-    ],
-)
-def test_wrong_arguments_name_themselves(
-    overrides: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises((SystemExit, ValueError)) as raised:  # from the parser, or from the object's own checks
-        instantiate("quickstart", tmp_path, monkeypatch, *overrides)
-    assert message in "\n".join([*capsys.readouterr().err.splitlines()[-3:], str(raised.value)])
-
-
-def test_a_hundred_iterations_are_not_given_as_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cli = instantiate("quickstart", tmp_path, monkeypatch, "--trainer.max_steps", "100")
-    with pytest.raises(Exception, match="max_epochs"):
-        check_trainer(cli.trainer)
-
-
 def test_states_of_8_bits_are_one_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli = instantiate("quickstart", tmp_path, monkeypatch, "--model.optimizer", "torchao.optim.AdamW8bit")
     optimizer = cli.model.optimizer([torch.nn.Parameter(torch.zeros(4096))])

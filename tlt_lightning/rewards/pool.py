@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX
@@ -231,12 +231,12 @@ def failure_metric(call: Call) -> str:
     return f"reward/{call.term.name}_{'timeouts' if isinstance(call.error, TimeoutError) else 'errors'}"
 
 
-def describe(error: BaseException | None, own_files: Collection[str] = OUR_FILES) -> str:
-    """Return an error of a user's code, and the line of it that raised, if any; calls come to it by `own_files`."""
+def describe(error: BaseException | None) -> str:
+    """Return an error of a user's code, and the line of it that raised, if any."""
     assert error is not None
     text = "".join(traceback.format_exception_only(error)).strip()[:500]  # survives an error without a text
     frames = traceback.extract_tb(error.__traceback__)
-    while any(frame.filename in own_files for frame in frames):  # and, between these, asyncio's
+    while any(frame.filename in OUR_FILES for frame in frames):  # and, between these, asyncio's
         frames.pop(0)
     ends = frames[:1] + frames[-1:]  # the reward's own line, and the library's that raised the error
     return text + "".join(dict.fromkeys(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in ends))
