@@ -42,7 +42,7 @@ class RolloutCallback(L.Callback):
         """Act after each engine step, and every second that rewards or environments take; return fast."""
 
     def on_rollout_idle(self, trainer: L.Trainer, pl_module: L.LightningModule, window: IdleWindow) -> None:
-        """Use the time of a worker that is done; return as soon as `window.is_open()` is False."""
+        """Use the time of a rank that is done; return as soon as `window.is_open()` is False."""
 
     def on_rollout_end(self, trainer: L.Trainer, pl_module: L.LightningModule, rollouts: Sequence[Rollout]) -> None:
         """Read this rank's rollouts and rewards, in training, validation and prediction.

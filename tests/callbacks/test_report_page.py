@@ -156,14 +156,14 @@ def test_a_browser_shows_the_run_and_neither_runs_nor_fetches_what_is_written_in
         "Tokens that a drafter proposed",
         "Drift of the policy",
     } <= set(headings)
-    assert {"Requests running", "Seconds of each worker and engine"} <= set(headings)
+    assert {"Requests running", "Seconds of each rank and engine"} <= set(headings)
     assert {"Age of what is learned from", "Effective sample", "Prompts that wait"} <= set(headings)
     assert "Tokens thrown away" not in headings  # none were
     assert 'title="weights: 0.250 s"' in main
     for text in (
         "engine 1",
         "own_stage",
-        "worker 1",
+        "rank 1",
         "p90",
         "pass@2",
         ">v1<",
@@ -202,8 +202,8 @@ def test_a_browser_shows_details_that_an_older_page_of_the_run_had(tmp_path: Pat
     data["details"] = {i: {**each, "ranks": ranks, "engines": None} for i, each in data["details"].items()}
     write(tmp_path, data)
     dom = dom_of(tmp_path / "report.html", tmp_path / "profile")
-    assert "Seconds of each worker<" in dom
-    assert "worker 1" in dom[dom.index("<main") : dom.index("</main>")]
+    assert "Seconds of each rank<" in dom
+    assert "rank 1" in dom[dom.index("<main") : dom.index("</main>")]
 
 
 SECTIONS = [

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.support.rollout_loop import progress
-from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, worker_timeline
+from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, rank_timeline
 from tlt_lightning.speculation.strategy import OFF, Strategy
 
 
@@ -53,12 +53,12 @@ def test_rounds_of_dynamic_sampling_follow_one_another() -> None:
 
 def test_a_workers_stages_stay_in_order_and_the_training_in_its_idle_windows_is_seen() -> None:
     laps = [("rollout", 2.0), ("idle", 1.0), ("rollout", 0.5), ("idle", 2.0), ("update", 3.0)]
-    assert worker_timeline(laps, 0.0) == laps
+    assert rank_timeline(laps, 0.0) == laps
     used = [("rollout", 2.0), ("idle, used", 1.0), ("rollout", 0.5), ("idle, used", 0.5), ("idle", 1.5)]
-    assert worker_timeline(laps, 1.5) == [*used, ("update", 3.0)]
+    assert rank_timeline(laps, 1.5) == [*used, ("update", 3.0)]
 
 
 def test_of_many_stages_the_shortest_join_those_before_them() -> None:
     laps = [("rollout", 5.0), *200 * [("update", 1.0), ("other", 0.01)], ("checkpoint", 4.0)]
-    shown = worker_timeline(laps, 0.0, most=202)
+    shown = rank_timeline(laps, 0.0, most=202)
     assert shown == [("rollout", 5.0), ("update", pytest.approx(202.0)), ("checkpoint", 4.0)]

@@ -307,7 +307,7 @@ def test_a_run_of_one_iteration_is_said_so_and_its_checkpoint_as_seen_from_here(
 def test_hardware_is_named_where_there_is_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_facts, "_CPU_INFO", tmp_path / "cpuinfo")  # as on macOS
     hardware = run_facts.facts(make_trainer(tmp_path, []), LoggingModule())["hardware"]
-    assert hardware == f"{platform.machine()}, {os.cpu_count()} cores, 1 worker"
+    assert hardware == f"{platform.machine()}, {os.cpu_count()} cores, 1 rank"
 
 
 def test_a_run_of_the_command_line_goes_on_by_the_command_that_was_given(

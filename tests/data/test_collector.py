@@ -1,4 +1,4 @@
-"""The collector alone, with an engine and workers that do as they are told."""
+"""The collector alone, with an engine and ranks that do as they are told."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +64,7 @@ class Scripted(RolloutEngine):
 
 
 class Idle:
-    """Other workers, of which `num_writing` still write."""
+    """Other ranks, of which `num_writing` still write."""
 
     num_writing = 1
 

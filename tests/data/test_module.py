@@ -235,4 +235,4 @@ def test_a_checkpoint_that_one_worker_wrote_alone_is_resumed_with_a_warning_or_r
     resumed = make_trainer(tmp_path, max_epochs=2)
     resumed.fit(make_module(policy_path), make_data(prompts_path), ckpt_path=path, weights_only=False)
     assert resumed.current_epoch == 2
-    assert "saved after an error, by 1 of 2 workers: what a schedule had deferred on the others is lost" in caplog.text
+    assert "saved after an error, by 1 of 2 ranks: what a schedule had deferred on the others is lost" in caplog.text

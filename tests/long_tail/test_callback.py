@@ -117,7 +117,7 @@ class Loop:
 
     @property
     def num_steps(self) -> float:
-        """Return this worker's micro-steps since the log was cleared."""
+        """Return this rank's micro-steps since the log was cleared."""
         return self.module.iteration_log.read()["drafter/micro_steps"][1]
 
     def begin_iteration(self, epoch: int) -> bool:
@@ -370,11 +370,11 @@ class Recording(FixedBudget):
 
 
 @pytest.mark.slow
-def test_workers_share_what_idle_windows_left_of_the_budget_and_count_both() -> None:
+def test_ranks_share_what_idle_windows_left_of_the_budget_and_count_both() -> None:
     budget = Recording(0.8)
     callback = make_callback(budget=budget, pack_tokens=128)
     loop = Loop(callback)
-    callback.training.sum_over_ranks = lambda tensor: 2 * tensor  # of two workers that do the same
+    callback.training.sum_over_ranks = lambda tensor: 2 * tensor  # of two ranks that do the same
     callback._served.push = lambda _: None  # type: ignore[method-assign]  # the engine is not loaded
     loop.trainer.world_size = 2
     batch: Any = SimpleNamespace(lengths=torch.full((16,), 100))

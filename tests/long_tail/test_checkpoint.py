@@ -1,4 +1,4 @@
-"""What a checkpoint holds of drafters on several workers, and who goes on from what."""
+"""What a checkpoint holds of drafters on several ranks, and who goes on from what."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from tlt_lightning.long_tail.checkpoint import from_checkpoint, to_checkpoint
 
-NUM_WORKERS = 2
+NUM_RANKS = 2
 
 
 def state_of(rank: int) -> dict[str, Any]:
@@ -18,8 +18,8 @@ def state_of(rank: int) -> dict[str, Any]:
 def saved(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the file has that all ranks read, and what `rank` has of its own."""
     state = state_of(0)
-    to_checkpoint(state, 0, NUM_WORKERS)
-    return state, to_checkpoint(state_of(rank), rank, NUM_WORKERS)
+    to_checkpoint(state, 0, NUM_RANKS)
+    return state, to_checkpoint(state_of(rank), rank, NUM_RANKS)
 
 
 def test_each_rank_goes_on_from_its_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,7 +28,7 @@ def test_each_rank_goes_on_from_its_own(caplog: pytest.LogCaptureFixture) -> Non
         assert "optimizer" not in state["trainer"]
         assert "weights" not in own["trainer"]
         joined = from_checkpoint(state, own, rank)
-        assert joined == {**state_of(rank), "num_workers": NUM_WORKERS}
+        assert joined == {**state_of(rank), "num_workers": NUM_RANKS}
     assert not caplog.records
 
 
@@ -37,7 +37,7 @@ def test_a_rank_without_a_part_begins_with_the_optimizer_of_rank_zero(
     rank: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = from_checkpoint(*saved(0), rank=rank)
-    assert f"state of rank {rank} is not beside the checkpoint, which 2 workers wrote" in caplog.text
+    assert f"state of rank {rank} is not beside the checkpoint, which 2 ranks wrote" in caplog.text
     assert state["trainer"] == {
         "weights": "weights",
         "optimizer": "optimizer 0",

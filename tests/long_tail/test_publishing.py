@@ -56,7 +56,7 @@ def test_a_better_head_that_cannot_pay_is_not_published(
     assert ("The engine would be" in caplog.text) is not is_published
 
 
-def test_a_head_that_pays_for_one_worker_is_published_for_all() -> None:
+def test_a_head_that_pays_for_one_rank_is_published_for_all() -> None:
     ranks, versions = Ranks(2), dict[int, int]()
 
     def work(rank: int) -> None:

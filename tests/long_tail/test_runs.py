@@ -1,4 +1,4 @@
-"""The adaptive drafter in whole runs with the real engine, on one worker."""
+"""The adaptive drafter in whole runs with the real engine, on one rank."""
 
 from dataclasses import dataclass
 from pathlib import Path

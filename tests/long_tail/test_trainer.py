@@ -47,7 +47,7 @@ def test_packs_of_a_draw_come_once_and_in_order_however_often_training_stops() -
     assert len(set(whole.drafter.seen)) > 1
 
 
-def test_workers_choose_the_vocabulary_by_what_all_have_seen() -> None:
+def test_ranks_choose_the_vocabulary_by_what_all_have_seen() -> None:
     class Choosing(OneWeight):
         def choose_vocabulary(self, counts: Tensor) -> None:
             self.counts = counts.tolist()

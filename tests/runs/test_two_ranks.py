@@ -71,7 +71,7 @@ def test_two_ranks_share_the_work_and_end_with_the_same_weights(
     assert set(first["versions"]) == set(second["versions"]) == {0, 1}
     assert not set(first["prompts"][-4:]) & set(second["prompts"][-4:])
     assert first["metrics"] == second["metrics"]
-    # Rank 0 is done early, waits for one worker, and its window closes when rank 1 has finished its slow steps.
+    # Rank 0 is done early, waits for one rank, and its window closes when rank 1 has finished its slow steps.
     assert [window["waiting_for"] for window in first["windows"]] == [1, 1]
     assert all(window["seconds"] > 0.2 for window in first["windows"])
     assert second["windows"] == []  # nobody waits for the last one

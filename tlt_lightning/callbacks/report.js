@@ -195,7 +195,7 @@ const stageColor = (name) => STAGES[name] || "soft";
 const seconds = (name) => points(`time/${name}`).reduce((sum, point) => sum + point[1], 0), whole = stages.reduce((sum, name) => sum + seconds(name), 0);
 section("Time",
   chart("Where the seconds went", stages.map((name) => line(`time/${name}`, stageColor(name), name, { value: percent(seconds(name) / whole) })), { stacked: true, show: duration, note: "of each iteration, and each stage's share of the run so far" }),
-  chart("Speed", [line("rollout/tokens_per_s", "blue", "rollout, tokens written"), line("train/tokens_per_s", "orange", "update, tokens read")], { zero: true, latest: true, note: "per second of one worker" }),
+  chart("Speed", [line("rollout/tokens_per_s", "blue", "rollout, tokens written"), line("train/tokens_per_s", "orange", "update, tokens read")], { zero: true, latest: true, note: "per second of one rank" }),
   chart("Use of the GPU in the update", [line("train/mfu", "orange", "share of its peak in bfloat16")], { zero: true, show: percent, latest: true, height: 130 }),
   chart("Most memory held on the GPU", named("memory/peak_").map((name) => line(name, stageColor(name.slice(12)), name.slice(12))), { zero: true, latest: true, note: "GiB, in each stage" }));
 
@@ -231,12 +231,12 @@ function inside(number) {
     cards.push(chart("Draft length, and what a step brings", [{ name: "tokens drafted", color: "blue", points: at(timeline.k), thin: true }, { name: "tokens per request and engine step", color: "orange", points: at(timeline.tokens), thin: true }], { bar: width, zero: true, wide: true, height: 140 }));
   }
   if (ranks.length) {
-    const beside = Object.entries(details[number].engines || {}), bars = [...ranks.map((rank, i) => [`worker ${i}`, rank]), ...beside];
+    const beside = Object.entries(details[number].engines || {}), bars = [...ranks.map((rank, i) => [`rank ${i}`, rank]), ...beside];
     const spent = (rank, name) => rank.reduce((sum, [stage, value]) => sum + (!name || stage === name ? value : 0), 0);
     const longest = Math.max(...bars.map(([, rank]) => spent(rank)));
     const used = [...new Set([...stages, "idle, used", "writing", "weights", "waiting"])].filter((name) => bars.some(([, rank]) => spent(rank, name) > 0));
     const order = Object.keys(STAGES).filter((name) => used.includes(name)).concat(used.filter((name) => !(name in STAGES)));
-    cards.push(h("div", { class: "card wide" }, h("h3", {}, beside.length ? "Seconds of each worker and engine" : ranks.length > 1 ? "Seconds of each worker" : "Seconds of the iteration"),
+    cards.push(h("div", { class: "card wide" }, h("h3", {}, beside.length ? "Seconds of each rank and engine" : ranks.length > 1 ? "Seconds of each rank" : "Seconds of the iteration"),
       h("div", { class: "soft" }, `from the iteration's first second to its last, after ${duration(longest)}`),
       h("div", { class: "legend" }, ...order.map((name) => h("span", {}, key(stageColor(name)), name, bars.length > 1 ? null : h("b", {}, ` ${duration(spent(ranks[0], name))}`)))),
       ...bars.map(([who, rank]) => h("div", { class: "rank" }, bars.length > 1 ? h("span", {}, who) : null,
@@ -251,7 +251,7 @@ if (known.some((number) => details[number].timeline || details[number].ranks.len
   const chosen = pick("iteration", known.map((number) => [number, `iteration ${number}`]), () => body.replaceChildren(...inside(chosen.value)));
   chosen.value = known.at(-1);
   body.append(...inside(known.at(-1)));
-  main.append(h("h2", {}, "Inside an iteration"), h("div", { class: "tools" }, chosen, h("span", { class: "soft" }, "rollout of the first worker")), body);
+  main.append(h("h2", {}, "Inside an iteration"), h("div", { class: "tools" }, chosen, h("span", { class: "soft" }, "rollout of the first rank")), body);
 }
 
 // Completions

@@ -1,4 +1,4 @@
-"""Follow a rollout from engine step to engine step, and a worker from stage to stage, for pictures of them."""
+"""Follow a rollout from engine step to engine step, and a rank from stage to stage, for pictures of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -64,17 +64,17 @@ class RolloutTimeline:
         return {"seconds": round(self._steps[-1][0], 3), **rounded, "running": by_drafter}
 
 
-def worker_timeline(
+def rank_timeline(
     laps: Sequence[tuple[str, float]], idle_seconds_used: float, most: int = MAX_STAGES
 ) -> list[tuple[str, float]]:
-    """Return a worker's stages in the order in which they passed, with the seconds of each, about `most` of them.
+    """Return a rank's stages in the order in which they passed, with the seconds of each, about `most` of them.
 
-    Of an idle window the part in which the worker trained, its first, is a stage of its own. Where the stages are too
+    Of an idle window the part in which the rank trained, its first, is a stage of its own. Where the stages are too
     many, the shortest are counted to those before them.
 
     Args:
         laps: Stages and seconds, as they passed.
-        idle_seconds_used: Seconds of the idle windows in which the worker trained.
+        idle_seconds_used: Seconds of the idle windows in which the rank trained.
         most: Stages to keep.
     """
     stages: list[tuple[str, float]] = []

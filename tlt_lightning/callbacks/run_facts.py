@@ -25,7 +25,7 @@ def facts(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
         "policy": getattr(module, "policy_path", None),
         "objective": getattr(module, "objective", None),
         "engine": None if getattr(data, "engine", None) is None else type(data.engine).__name__,
-        "hardware": f"{_device(trainer)}, {trainer.world_size} worker{'s' if trainer.world_size > 1 else ''}",
+        "hardware": f"{_device(trainer)}, {trainer.world_size} rank{'s' if trainer.world_size > 1 else ''}",
         "versions": ", ".join([f"Python {platform.python_version()}", *map(" ".join, installed(PACKAGES).items())]),
         "seed": given_seed(),
     }

@@ -23,7 +23,7 @@ from tlt_lightning.arguments import CountOrZero, checked, folder_of
 from tlt_lightning.callbacks.drafted_text import completion
 from tlt_lightning.callbacks.progress_bar import say
 from tlt_lightning.callbacks.report_page import columns, kept_details, page, rounded
-from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, worker_timeline
+from tlt_lightning.callbacks.rollout_timeline import RolloutTimeline, rank_timeline
 from tlt_lightning.callbacks.run_facts import configuration, facts
 from tlt_lightning.engine.base import RolloutProgress
 from tlt_lightning.guard.files import part_of, set_aside
@@ -50,7 +50,7 @@ class RunReport(RolloutCallback):
     """Writes `report.html` after every iteration, `summary.json` at the end, and says where files lie.
 
     The page is one file that opens from disk: reward, accuracy, lengths, where each second went, how old the text is
-    that is learned from, speculation, and of up to 24 iterations the rollout from inside, the seconds of each worker
+    that is learned from, speculation, and of up to 24 iterations the rollout from inside, the seconds of each rank
     and engine, and some completions, whose tokens show who drafted them. An interrupted run is reported too; a resumed
     run reports from its beginning, as everything is in the checkpoint. Another run's report in the folder is kept in
     `earlier_0`. `summary.json` has these keys, null where nothing was measured:
@@ -139,10 +139,10 @@ class RunReport(RolloutCallback):
         self._shown[iteration] = rounded(metrics)
         books: Any = pl_module.iteration_log
         ranks = [
-            worker_timeline(laps, numbers.get("drafter/idle_seconds_used", 0.0))
+            rank_timeline(laps, numbers.get("drafter/idle_seconds_used", 0.0))
             for laps, numbers in zip(books.laps_by_rank, books.by_rank, strict=True)
         ]
-        engines = {name: worker_timeline(laps, 0.0) for name, laps in books.laps_by_engine.items()}
+        engines = {name: rank_timeline(laps, 0.0) for name, laps in books.laps_by_engine.items()}
         shown = {"timeline": self._timeline.spans(), "ranks": ranks, "engines": engines}
         self.details[iteration] = {**shown, "completions": self._completions}
         self.details = {number: self.details[number] for number in sorted(kept_details(self.details))}

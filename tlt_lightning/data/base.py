@@ -61,7 +61,7 @@ class PolicyDataModule(L.LightningDataModule):
     """True if what is written is judged, by functions or by an environment."""
 
     liveness: Liveness | None = None
-    """Watches the other workers, from `setup` to `close`."""
+    """Watches the other ranks, from `setup` to `close`."""
 
     __str__ = object.__repr__  # Lightning's iterates over the loaders, and these roll out
 
@@ -94,7 +94,7 @@ class PolicyDataModule(L.LightningDataModule):
             log.exception("The engine could not be closed after the error that ended the run.")
 
     def close(self) -> None:
-        """Take leave of the other workers, and free what the run has taken; safe to call twice."""
+        """Take leave of the other ranks, and free what the run has taken; safe to call twice."""
         if self.liveness is not None:
             self.liveness.close()
 

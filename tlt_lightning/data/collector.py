@@ -40,7 +40,7 @@ class RolloutCollector:
         rewards: Scores them while others are still being written.
         log: Takes the time of the stages sync, rollout, idle and reward, and of the probe; failed rewards, and what the
             engine says.
-        idle: Finds out whether other workers still write; None with a single worker.
+        idle: Finds out whether other ranks still write; None with a single rank.
         probe: Compares the first responses' log-probs with the policy's; None trusts the engine.
         peak_memory: Follows an engine that sleeps.
     """
@@ -240,7 +240,7 @@ class RolloutCollector:
         }
 
     def _wait_for_others(self) -> None:
-        """Open this worker's idle window, until the last one's rollout is done."""
+        """Open this rank's idle window, until the last one's rollout is done."""
         if self.idle is None:
             return
         with self.idle.window() as window:

@@ -337,7 +337,7 @@ class RolloutDataModule(PolicyDataModule):
         warn_of_changes(saved, now)
         if len(ranks) < (num_saving := saved["number of workers"]):
             log.warning(
-                "The checkpoint was saved after an error, by %d of %d workers: what a schedule had deferred on the "
+                "The checkpoint was saved after an error, by %d of %d ranks: what a schedule had deferred on the "
                 "others is lost, and its prompts are not drawn again in this pass over the data.",
                 len(ranks),
                 num_saving,

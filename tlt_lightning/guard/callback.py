@@ -56,9 +56,9 @@ class RunGuard(RolloutCallback):
       iteration whose update has begun is finished first, validation included, and saved by all ranks together; what
       takes longer than the system waits is lost, and that iteration is repeated. In a rollout checkpoint callbacks that
       have a method `save_interrupted` are called, as behind an error of a logger or callback where an iteration has
-      ended, before that is saved. A second Ctrl-C ends the run at once. The end of another worker ends
+      ended, before that is saved. A second Ctrl-C ends the run at once. The end of another rank ends
       this one, too, with an error that names rank and reason.
-    - A checkpoint that is saved on an error (`OnExceptionCheckpoint`) waits for no other worker.
+    - A checkpoint that is saved on an error (`OnExceptionCheckpoint`) waits for no other rank.
     """
 
     def __init__(self) -> None:

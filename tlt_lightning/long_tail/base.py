@@ -59,7 +59,7 @@ class DrafterCallback(RolloutCallback):
                 self.buffer,
                 pack_tokens=self.pack_tokens,
                 device=trainer.strategy.root_device,
-                num_workers=trainer.world_size,
+                num_ranks=trainer.world_size,
             )
             self.publisher = DrafterPublisher(self.training, self.expected_speedup)
         self.training.sum_over_ranks = partial(sum_over_ranks, trainer)

@@ -19,11 +19,11 @@ _COLD_TRIAL = 4  # trials of a head that drafts nothing yet
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredIteration:
-    """Says what an iteration took and trained, over all workers; seconds are means over them.
+    """Says what an iteration took and trained, over all ranks; seconds are means over them.
 
     Args:
         seconds: The whole iteration.
-        decode_seconds: Rollout, until the last worker was done.
+        decode_seconds: Rollout, until the last rank was done.
         cost: Seconds that the drafter took outside idle windows.
         training_seconds: Those of them that went into training steps.
         share: Tokens trained on outside idle windows, as a share of the iteration's.
@@ -41,7 +41,7 @@ class MeasuredIteration:
 
 
 class TrainingBudget(ABC):
-    """Decides on the tokens of training in each iteration; workers that see the same numbers decide the same."""
+    """Decides on the tokens of training in each iteration; ranks that see the same numbers decide the same."""
 
     @property
     def is_empty(self) -> bool:
@@ -93,7 +93,7 @@ class FixedBudget(TrainingBudget):
 
     Args:
         share: Share of the iteration's tokens; above 1 sees them several times. 0 trains in idle windows alone,
-            and never with a single worker.
+            and never with a single rank.
         every_n_iterations: Train in every n-th iteration only.
     """
 

@@ -35,17 +35,17 @@ class LongTailIdleCallback(DrafterCallback):
 
     1. At the start the engine, a `VLLMEngine` whose selector may choose the drafter `learned`, loads the head that
        training starts from; a random one drafts nothing yet.
-    2. During a rollout a worker that is done trains while others still write, and stops within one pack of their end.
-    3. After the rollout the workers' weights are averaged by how much each has trained. After the first one a new head
-       of a reduced vocabulary is given the tokens that end a text and the commonest of all workers', for good.
-    4. After the update the hidden states of the policy's own passes go to the buffer, and all workers train on what the
+    2. During a rollout a rank that is done trains while others still write, and stops within one pack of their end.
+    3. After the rollout the ranks' weights are averaged by how much each has trained. After the first one a new head
+       of a reduced vocabulary is given the tokens that end a text and the commonest of all ranks', for good.
+    4. After the update the hidden states of the policy's own passes go to the buffer, and all ranks train on what the
        iteration's budget leaves over.
     5. Before the next rollout the trained weights are published and pushed to the engine if they draft held-out text
        better than the published ones. Training goes on from them either way.
 
     `dirpath/final` is the head published last, `dirpath/start-<rank>` the one that the run started from. A run goes on
     from a checkpoint, also within an iteration up to its last step, exactly with a `FixedBudget` and no idle windows,
-    which depend on the clock; on another number of workers it goes on inexactly. docs/metrics.md lists the metrics,
+    which depend on the clock; on another number of ranks it goes on inexactly. docs/metrics.md lists the metrics,
     `drafter/...`.
 
     Args:
@@ -54,11 +54,11 @@ class LongTailIdleCallback(DrafterCallback):
             once it makes 2 tokens per engine step, drafts 1.5 times as long as that number, from packs of half.
         pack_tokens: Tokens of one training step, a multiple of 128. Memory and the time until an idle window is left
             grow with it.
-        buffer_gib: Each worker's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
-            a 7B policy takes 28.7 kB a token. Each worker saves it beside the checkpoint, rank zero in it.
+        buffer_gib: Each rank's host memory for hidden states, in GiB, twice that while it takes over an iteration's;
+            a 7B policy takes 28.7 kB a token. Each rank saves it beside the checkpoint, rank zero in it.
         budget: Decides how many of an iteration's tokens are trained on; None is an `AdaptiveBudget`, which trains as
             much as pays.
-        max_passes: With several workers, passes over the buffer in the idle windows of one iteration.
+        max_passes: With several ranks, passes over the buffer in the idle windows of one iteration.
         dirpath: Where the finished drafter goes; None is `drafter` in the Trainer's `default_root_dir`.
 
     Example:
@@ -136,7 +136,7 @@ class LongTailIdleCallback(DrafterCallback):
             self._served.push(self.publisher)
 
     def _begin_iteration(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Publish and push what was trained, while all workers are here and none writes yet."""
+        """Publish and push what was trained, while all ranks are here and none writes yet."""
         started = time.perf_counter()
         self.drafter.refresh_target(pl_module.policy)
         self._follow_sampling(trainer)
@@ -214,7 +214,7 @@ class LongTailIdleCallback(DrafterCallback):
         iteration_log.lap("drafter")
 
     def _train_rest(self, trainer: L.Trainer, iteration_log: IterationLog, step_seconds: float) -> float:
-        """Train on what idle windows left of the budget, shared among the workers; return the seconds."""
+        """Train on what idle windows left of the budget, shared among the ranks; return the seconds."""
         rest = (self._plan.share or 0.0) * self._plan.num_tokens - self._plan.num_trained
         steps_left = max(1, round(rest / trainer.world_size / self.training.step_tokens)) if rest > 0 else 0
         now = time.perf_counter()
@@ -230,12 +230,12 @@ class LongTailIdleCallback(DrafterCallback):
     def _note_costs(self) -> float:
         """Tell the budget what a training step and a decision take, before it pays; return the step's seconds.
 
-        A collective: they are means over the workers, which decide the same.
+        A collective: they are means over the ranks, which decide the same.
         """
         if self._costs is None:
             return 0.0
         decision = 2 * self._costs.judged_token * sum(map(len, held_out_sample(self.buffer.held_out)))
-        seconds = self.training.sum_over_ranks(torch.tensor([self._costs.step, decision])) / self.training.num_workers
+        seconds = self.training.sum_over_ranks(torch.tensor([self._costs.step, decision])) / self.training.num_ranks
         step, decision = seconds.tolist()
         self.budget.note_costs(step, decision)
         return step
@@ -260,7 +260,7 @@ class LongTailIdleCallback(DrafterCallback):
     ) -> None:
         self.budget.note_iteration(self._plan.measured(metrics, is_cold=self._served.is_cold))
         if self._plan.share == 0 and self._can_train(trainer) and iteration > 1 and not metrics["drafter/micro_steps"]:
-            rank_zero_info("The drafter was not trained in iteration %d: no worker had idle time.", iteration)
+            rank_zero_info("The drafter was not trained in iteration %d: no rank had idle time.", iteration)
 
     @override
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Divide a drafter's state into the part that all workers share and each worker's own."""
+"""Divide a drafter's state into the part that all ranks share and each rank's own."""
 
 import logging
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-def to_checkpoint(state: dict[str, Any], rank: int, num_workers: int) -> dict[str, Any]:
-    """Take a worker's own part out of `state`, and return it; `state` remembers the number of workers."""
+def to_checkpoint(state: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Take a rank's own part out of `state`, and return it; `state` remembers the number of ranks."""
     own = dict(state["trainer"])
-    # Weights are the same on all workers whenever a checkpoint may be saved.
-    state |= {"trainer": {"weights": own.pop("weights")}, "num_workers": num_workers}
+    # Weights are the same on all ranks whenever a checkpoint may be saved.
+    state |= {"trainer": {"weights": own.pop("weights")}, "num_workers": num_ranks}
     return {"rank": rank, "trainer": own}
 
 
@@ -26,7 +26,7 @@ def from_checkpoint(state: dict[str, Any], own: dict[str, Any], rank: int) -> di
     if own["rank"] != rank:
         trainer["buffer"] = {part: [] for part in trainer["buffer"]}
         log.warning(
-            "The drafter's state of rank %d is not beside the checkpoint, which %d workers wrote: it goes on, but not "
+            "The drafter's state of rank %d is not beside the checkpoint, which %d ranks wrote: it goes on, but not "
             "exactly, with rank zero's optimizer and no hidden states. `<name>.ckpt.ranks` belongs to a checkpoint.",
             *(rank, state["num_workers"]),
         )

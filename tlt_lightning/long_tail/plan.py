@@ -11,13 +11,13 @@ from tlt_lightning.long_tail.budget import MeasuredIteration
 
 @dataclass(slots=True)
 class DrafterPlan:
-    """Holds one iteration's plan, the same on all workers; a run that is resumed within the iteration keeps it.
+    """Holds one iteration's plan, the same on all ranks; a run that is resumed within the iteration keeps it.
 
     Args:
         iteration: Counted from 0; -1 before the first.
         share: The budget's share of the iteration's tokens; None rests.
         metrics: Metrics of the decision about publishing and of the budget.
-        num_tokens: Tokens of all workers' responses.
+        num_tokens: Tokens of all ranks' responses.
         num_trained: Tokens trained on in idle windows.
         started: When the iteration began in this process; None if it has not.
     """
@@ -34,7 +34,7 @@ class DrafterPlan:
         return self.started is not None and self.iteration == iteration
 
     def measured(self, metrics: Mapping[str, float], *, is_cold: bool) -> MeasuredIteration:
-        """Read what the iteration took from its metrics, which are the same on all workers."""
+        """Read what the iteration took from its metrics, which are the same on all ranks."""
         num_tokens = max(self.num_tokens, 1)
         return MeasuredIteration(
             seconds=metrics["time/iteration"],

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NUM_CLUSTERS = 128
 """Divisor of the prompts' hashes: ranks sum so many numbers, however many prompts there are."""
 ENOUGH = 8_192
-"""Tokens of held-out text that a worker judges by; more if one text of each prompt, or `_FEWEST`, have more."""
+"""Tokens of held-out text that a rank judges by; more if one text of each prompt, or `_FEWEST`, have more."""
 _FEWEST = 4  # texts of a single prompt: the margin of two is more than twice as wide
 _POOLED = 4  # decisions whose evidence counts; what was measured earlier is of another drafter
 _Z = 1.2816  # one-sided 90%
@@ -131,7 +131,7 @@ class DrafterPublisher:
         trainer.note_quality(new.acceptance_length)
         is_better = gain > error and new.acceptance_length > old.acceptance_length
         speedup = self.expected_speedup(new)
-        # The engines of other workers are timed by other clocks: where one head may pay for one of them, it is for all.
+        # The engines of other ranks are timed by other clocks: where one head may pay for one of them, it is for all.
         num_paid = int(trainer.sum_over_ranks(torch.tensor(speedup is None or speedup > 1, dtype=torch.int64)))
         is_published = is_better and num_paid > 0
         is_lost = new.acceptance_length - 1 < (1 - _LOST) * (old.acceptance_length - 1)
@@ -213,7 +213,7 @@ class DrafterPublisher:
             drafter.export(folder / "final", self.quality)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs, tensors and primitives, the same on all workers."""
+        """Return what an exact resume needs, tensors and primitives, the same on all ranks."""
         return {
             "published": self._published.tensors,
             "evidence": self._evidence,

@@ -24,7 +24,7 @@ class SupervisedDrafterCallback(DrafterCallback):
     Args:
         drafter: Drafter to train, and its optimizer, as of `LongTailIdleCallback`.
         pack_tokens: Tokens of one training step of the drafter, a multiple of 128.
-        buffer_gib: Host memory for the states of an optimizer step's texts, in GiB on each worker; some of every length
+        buffer_gib: Host memory for the states of an optimizer step's texts, in GiB on each rank; some of every length
             are learned from if not all fit.
         passes: Passes over the texts of an optimizer step.
         dirpath: Where the head goes; None is `drafter` in the Trainer's `default_root_dir`.

@@ -1,6 +1,6 @@
 """Train a drafter inside the policy's run, in micro-steps that stop at any time.
 
-Unlike TLT's spot trainer: weights are averaged over the workers that trained, so
+Unlike TLT's spot trainer: weights are averaged over the ranks that trained, so
 that all engines serve the same drafter; passes over the same text are capped; a lack of memory ends no run.
 """
 
@@ -77,8 +77,8 @@ class DrafterTrainer:
         buffer: Source of the packs.
         pack_tokens: Tokens of a pack, a multiple of 128.
         device: Device to train on.
-        num_workers: Workers that train, each of which calls what is a collective.
-        sum_over_ranks: Returns the sum of all workers' tensors, on the device of this one's; a collective.
+        num_ranks: Ranks that train, each of which calls what is a collective.
+        sum_over_ranks: Returns the sum of all ranks' tensors, on the device of this one's; a collective.
     """
 
     drafter: DrafterModule
@@ -86,7 +86,7 @@ class DrafterTrainer:
     _: KW_ONLY
     pack_tokens: int
     device: torch.device
-    num_workers: int = 1
+    num_ranks: int = 1
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda own: own
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class DrafterTrainer:
         self.seen_version = -1
         """Newest policy version whose hidden states were trained on; -1 for none."""
         self.num_pending = 0
-        """Micro-steps of all workers since the last decision about publishing."""
+        """Micro-steps of all ranks since the last decision about publishing."""
         self._num_own, self._num_moved = 0, 0  # micro-steps not averaged yet, and those that were not left out
         self.num_seen = 0
         """Tokens trained on since `begin`."""
@@ -124,9 +124,9 @@ class DrafterTrainer:
         self.drafter.load_trainable(dict(self.drafter.trainable_tensors()) | weights)
 
     def choose_vocabulary(self, counts: Tensor, policy: nn.Module) -> None:
-        """Let a new head draft the tokens that are commonest on all workers, before it is trained; a collective.
+        """Let a new head draft the tokens that are commonest on all ranks, before it is trained; a collective.
 
-        `counts` are how often this worker has seen each token, (V,).
+        `counts` are how often this rank has seen each token, (V,).
         """
         self.drafter.choose_vocabulary(self.sum_over_ranks(counts))
         self.drafter.refresh_target(policy)
@@ -174,7 +174,7 @@ class DrafterTrainer:
         now, num_steps = time.perf_counter(), len(stretch.losses)
         stretch.seconds, stretch.overrun = now - started, now - asked if asked > started else 0.0
         self._num_own += num_steps
-        if self.num_workers == 1:
+        if self.num_ranks == 1:
             self._count(num_steps)
         return stretch
 
@@ -220,7 +220,7 @@ class DrafterTrainer:
     def _count(self, micro_steps: int) -> None:
         if micro_steps:
             self.num_pending += micro_steps
-            versions = (sequence.policy_version for sequence in self.buffer.training)  # the same on all workers
+            versions = (sequence.policy_version for sequence in self.buffer.training)  # the same on all ranks
             self.seen_version = max(versions, default=self.seen_version)
 
     @property
@@ -286,11 +286,11 @@ class DrafterTrainer:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average the weights over all workers by the micro-steps that moved them; a collective.
+        """Average the weights over all ranks by the micro-steps that moved them; a collective.
 
         Call it before the buffer takes anything new.
         """
-        if self.num_workers == 1:
+        if self.num_ranks == 1:
             return
         own = torch.tensor([self._num_own, self._num_moved])
         total, num_moved = map(int, self.sum_over_ranks(own).tolist())
@@ -302,7 +302,7 @@ class DrafterTrainer:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume of this worker needs, as tensors and primitives."""
+        """Return what an exact resume of this rank needs, as tensors and primitives."""
         return {
             "weights": self.weights(),
             "optimizer": self.optimizer.state_dict(),

@@ -1,4 +1,4 @@
-"""Open a worker's idle window after its rollout, and close it after the last worker's."""
+"""Open a rank's idle window after its rollout, and close it after the last rank's."""
 
 import os
 import time
@@ -18,11 +18,11 @@ _STORE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class IdleWindow:
-    """Tells a worker whose rollout is done about the workers that still write.
+    """Tells a rank whose rollout is done about the ranks that still write.
 
     Args:
-        is_open: Cheap to call and safe to call often; False once the last worker has finished.
-        num_waiting_for: Workers still rolling out when the window opened.
+        is_open: Cheap to call and safe to call often; False once the last rank has finished.
+        num_waiting_for: Ranks still rolling out when the window opened.
     """
 
     is_open: Callable[[], bool]
@@ -30,11 +30,11 @@ class IdleWindow:
 
 
 class IdleWindows:
-    """Counts finished workers in a store of its own, apart from the training's collectives.
+    """Counts finished ranks in a store of its own, apart from the training's collectives.
 
     Args:
-        trainer: With more than one worker; its strategy tells the others where the store is.
-        liveness: A window raises what its `check` does, once another worker has failed or died.
+        trainer: With more than one rank; its strategy tells the others where the store is.
+        liveness: A window raises what its `check` does, once another rank has failed or died.
     """
 
     def __init__(self, trainer: L.Trainer, liveness: Liveness) -> None:
@@ -49,7 +49,7 @@ class IdleWindows:
 
     @contextmanager
     def window(self) -> Iterator[IdleWindow]:
-        """Report this worker done and open its idle window; leaving waits for the last worker."""
+        """Report this rank done and open its idle window; leaving waits for the last rank."""
         key = f"finished/{self._rollout}"
         self._rollout += 1
         finished = self._count(key, 1)

@@ -1,4 +1,4 @@
-"""Notice that another worker has failed, died or stalled; end this one in order on SIGTERM and Ctrl-C."""
+"""Notice that another rank has failed, died or stalled; end this one in order on SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIGTERM_STATUS = 143  # 128 + 15, as a shell reports a process that SIGTERM has 
 
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
-_SILENT_SECONDS = 50.0  # a worker that loads or compiles may keep its other threads from running for a while
+_SILENT_SECONDS = 50.0  # a rank that loads or compiles may keep its other threads from running for a while
 _STALLED_SECONDS = 300.0
 _NOTE_SECONDS = 5.0
 _GRACE_SECONDS = 30.0
@@ -32,20 +32,20 @@ _GOODBYE, _BEAT, _FAILURE = "goodbye", "beat", "failure"
 
 
 class Liveness:
-    """Watches the other workers of a run over connections of its own, never by a collective.
+    """Watches the other ranks of a run over connections of its own, never by a collective.
 
-    Each worker's thread gives a sign of life to rank 0 every second, which passes on what it learns. The operating
+    Each rank's thread gives a sign of life to rank 0 every second, which passes on what it learns. The operating
     system closes the end of a process that dies, so this is noticed at once; a dead machine or a stopped process after
     `_SILENT_SECONDS` of silence. The thread logs the reason, and `check`, called at each engine step and batch, raises
     it. A main thread that waits for the dead in a collective is ended after `_GRACE_SECONDS`, and so is a process that
     does not get through its exit.
 
-    A worker may live without getting on, while others wait in idle windows, which have no time limit. Each tells how
-    long ago its last `check` was: `_STALLED_SECONDS` warn, more than `DDPStrategy(timeout=...)` fails. So end workers
+    A rank may live without getting on, while others wait in idle windows, which have no time limit. Each tells how
+    long ago its last `check` was: `_STALLED_SECONDS` warn, more than `DDPStrategy(timeout=...)` fails. So end ranks
     that all wait in collectives of an engine, which have no time limit. SIGTERM ends those `_TERM_SECONDS` later.
 
     Args:
-        trainer: Its strategy tells the others where rank 0 listens; with one worker there is nobody to watch.
+        trainer: Its strategy tells the others where rank 0 listens; with one rank there is nobody to watch.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -56,7 +56,7 @@ class Liveness:
         self._failed_at = 0.0
         self._last_check: float | None = None  # loading takes what it takes
         self.ends_itself = False
-        """True once a `check` has ended this worker, at a step before which all of the last one is done."""
+        """True once a `check` has ended this rank, at a step before which all of the last one is done."""
         self._outbox: list[str] = []
         self._closed = threading.Event()
         self._lines: dict[int, _Line] = {}
@@ -72,7 +72,7 @@ class Liveness:
         return self._terminated or self._interrupted
 
     def check(self, *, is_free: bool = True) -> None:
-        """Raise RuntimeError if a worker has failed or died, and, where this one is free to end, a signal's exception.
+        """Raise RuntimeError if a rank has failed or died, and, where this one is free to end, a signal's exception.
 
         `is_free` is False where something must be finished first; a signal then waits for a later call.
         """
@@ -85,7 +85,7 @@ class Liveness:
             raise RuntimeError(_sentence(self._failure))
 
     def terminate(self) -> None:
-        """Make the next `check` end this worker and tell the others; safe in a signal handler."""
+        """Make the next `check` end this rank and tell the others; safe in a signal handler."""
         self._terminated = True
 
     def interrupt(self) -> None:
@@ -93,7 +93,7 @@ class Liveness:
         self._interrupted = True
 
     def report(self, error: BaseException) -> None:
-        """Tell the other workers what ended this one, or note on `error` which other worker ended."""
+        """Tell the other ranks what ended this one, or note on `error` which other rank ended."""
         if self.world_size == 1:
             return
         self.ends_itself = True
@@ -108,7 +108,7 @@ class Liveness:
             error.add_note(_sentence(self._failure))
 
     def close(self) -> None:
-        """Take leave of the other workers, who miss one that ends without; safe to call twice."""
+        """Take leave of the other ranks, who miss one that ends without; safe to call twice."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -194,7 +194,7 @@ class Liveness:
             log.warning("Rank %d is alive, but has not got on for %.0f s.", line.rank, line.stalled)
 
     def _stalled(self, now: float) -> float:
-        """Return the seconds since this worker's last `check`; 0 before the first."""
+        """Return the seconds since this rank's last `check`; 0 before the first."""
         return 0.0 if self._last_check is None else now - self._last_check
 
     def _fail(self, reason: str, besides: _Line | None = None) -> None:
@@ -216,7 +216,7 @@ class Liveness:
 
 
 class _Line:
-    """Sends and reads lines of a word and a text over a connection to another worker."""
+    """Sends and reads lines of a word and a text over a connection to another rank."""
 
     def __init__(self, connection: socket.socket, of: int | None = None) -> None:
         self.socket = connection

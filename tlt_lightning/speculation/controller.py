@@ -205,7 +205,7 @@ class StrategyController:
         return f"{type(self.selector).__name__} ({'; '.join(map(', '.join, rows))}) in {self.compute_dtype}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything learned by this worker."""
+        """Return everything learned by this rank."""
         return {
             "selector": self.selector.state_dict(),
             "learner": self._learner,

@@ -78,7 +78,7 @@ def make_trainer(
         make_buffer(**buffer),
         pack_tokens=pack_tokens,
         device=torch.device("cpu"),
-        **({} if sum_over_ranks is None else {"num_workers": 2, "sum_over_ranks": sum_over_ranks}),
+        **({} if sum_over_ranks is None else {"num_ranks": 2, "sum_over_ranks": sum_over_ranks}),
     )
     trainer.begin(0)
     return trainer
