@@ -42,6 +42,7 @@ def test_two_ranks_learn_what_one_does_and_go_on(
     first, second = run(policy_path, tmp_path / "two", strategy)
     torch.testing.assert_close(first, second, atol=0, rtol=0)
     assert any(name.startswith("head.") for name in first)
+    assert (first["model.norm.weight"] == 1).all()  # frozen
     torch.testing.assert_close(learned(first), alone[0], atol=1e-4, rtol=1e-4)
     on, _ = run(policy_path, tmp_path / "on", strategy, tmp_path / "two/checkpoints/last.ckpt")
     torch.testing.assert_close(learned(on), alone[1], atol=1e-4, rtol=1e-4)

@@ -95,7 +95,7 @@ def test_a_checkpoint_by_a_metric_that_is_not_there_ends_the_run_at_once(paths: 
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (BackboneFinetuning(), r"`BackboneFinetuning` freezes layers before the policy is loaded.*`on_fit_start`"),
+        (BackboneFinetuning(), r"`BackboneFinetuning` freezes layers before the policy is loaded.*`setup`"),
         (ModelPruning("l1_unstructured"), "`ModelPruning` renames the weights"),
     ],
 )
@@ -105,11 +105,12 @@ def test_a_callback_that_would_fail_behind_the_engine_is_refused(callback: Any, 
         make_trainer(root, callback).fit(make_module(policy_path), make_data(prompts_path, NeverLoaded()))
 
 
-def test_a_callback_may_freeze_layers_where_a_fit_starts(paths: Paths) -> None:
+def test_a_callback_may_freeze_layers_once_it_has_loaded_the_policy(paths: Paths) -> None:
     policy_path, prompts_path, root = paths
 
     class Freeze(Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            pl_module.configure_model()
             pl_module.policy.get_input_embeddings().requires_grad_(False)
 
     module, name = make_module(policy_path), "model.embed_tokens.weight"

@@ -86,8 +86,9 @@ _TUNER = (
     "(`max_epochs`) with other values of `optimizer` and `data` instead."
 )
 UNFIT: dict[type[L.Callback], str] = {
-    BaseFinetuning: "freezes layers before the policy is loaded; freeze them in `on_fit_start` of a callback of your "
-    "own, as `pl_module.policy.get_input_embeddings().requires_grad_(False)` does, or train adapters (`model.lora`).",
+    BaseFinetuning: "freezes layers before the policy is loaded; in `setup` of a callback of your own load it by "
+    "`pl_module.configure_model()`, then freeze as `pl_module.policy.get_input_embeddings().requires_grad_(False)` "
+    "does, or train adapters (`model.lora`).",
     GradientAccumulationScheduler: "changes `accumulate_grad_batches`, which is 1 here; drop the callback.",
     ModelPruning: "renames the weights that it prunes, and the engine would not find them; drop the callback.",
     StochasticWeightAveraging: "copies the module before the policy is loaded and would average nothing; use "

@@ -15,6 +15,14 @@ from tlt_lightning.objectives import SFT
 ROWS = [{"prompt": f"{i % 9} + {i % 7} =", "answer": f"{i % 5} {'8 ' * (i % 4)}"} for i in range(21)]
 
 
+class Freeze(L.Callback):
+    """Freezes a norm as the settings of the Trainer say."""
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.configure_model()
+        pl_module.policy.base_model.norm.requires_grad_(False)
+
+
 def main(policy: str, out: str, strategy: str, ckpt_path: str = "") -> None:
     L.seed_everything(3)
     module = make_module(policy, objective=SFT())
@@ -23,7 +31,7 @@ def main(policy: str, out: str, strategy: str, ckpt_path: str = "") -> None:
     checkpoints = {"enable_checkpointing": True, "limit_val_batches": 1.0, "gradient_clip_val": 0.5}
     ranks = {"strategy": strategy, "devices": 1 if strategy == "auto" else 2}
     along = SupervisedDrafterCallback(DrafterModule(policy), pack_tokens=128, buffer_gib=0.01)
-    trainer = make_trainer(Path(out), along, max_epochs=3 if ckpt_path else 2, **checkpoints, **ranks)
+    trainer = make_trainer(Path(out), Freeze(), along, max_epochs=3 if ckpt_path else 2, **checkpoints, **ranks)
     trainer.fit(module, data, ckpt_path=ckpt_path or None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     named = {
