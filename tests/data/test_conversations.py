@@ -96,6 +96,7 @@ def test_turns_go_to_and_fro_and_what_was_said_is_observed(waits: bool, policy_p
         ("reset", fail, "made to fail", 1),
         ("reset", lambda: 5, "neither text nor None", 1),
         ("reset", lambda: " 1" * 100, "have no room", 1),
+        ("reset", lambda: "x" * 10**6, "have no room", 1),
         ("step", fail, "made to fail", 2),
         ("step", hang, "no answer within", 2),
         ("step", hang_alone, "no answer within", 2),
@@ -178,6 +179,15 @@ def test_budgets_end_turns_and_conversations(
         else:
             assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22]
             assert response.observed == ((1, 3), (5, 3))
+    stream.close()
+
+
+def test_megabytes_end_a_conversation_unread(policy_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, "bad", {"step": lambda: "x" * 10**6})  # a token here; elsewhere to read it takes seconds
+    stream, _, _, _ = converse(policy_path, Echo, TurnLimits())
+    responses = {response.request_id: response for response in stream}
+    assert (responses[11].token_ids, responses[11].finish_reason) == ([20, 1], "length")
+    assert (of(stream, 11).talk.reward, of(stream, 12).talk.reward) == (1, 3)
     stream.close()
 
 

@@ -23,6 +23,9 @@ from tlt_lightning.rollout import Prompt, Request, Response, Sampling
 
 log = logging.getLogger(__name__)
 
+_CHARACTERS = 32
+"""Most that a token stands for: what has more than fit is not read, which takes seconds a megabyte."""
+
 
 class ConversationStream(RequestStream):
     """Yields whole conversations as responses: a turn that ends goes to its environment, and the engine writes on.
@@ -207,9 +210,10 @@ class ConversationStream(RequestStream):
         else:
             trajectory.turns = trajectory.turns.with_tools(trajectory.talk.environment.tools)
         text = trajectory.turns.prompt(said)
-        ids = trajectory.turns.ids(text)
+        is_long = len(text) > _CHARACTERS * (self._room + trajectory.limit)
+        ids = [] if is_long else trajectory.turns.ids(text)
         left = trajectory.limit - max(0, len(ids) - self._room)
-        if left < 1:
+        if is_long or left < 1:
             raise ValueError(f"`reset` says {said!r:.200}, for which `max_prompt_tokens` and `max_tokens` have no room")
         trajectory.prompt, trajectory.limit = replace(prompt, text=text, ids=ids), left
 
@@ -217,8 +221,10 @@ class ConversationStream(RequestStream):
         """Put what an environment says behind the response, and go on if there is room."""
         response = trajectory.response
         assert response is not None
-        observed = trajectory.turns.between(said, response.token_ids[-1]) if said else []
-        is_over = len(response.token_ids) + len(observed) >= trajectory.limit
+        left = trajectory.limit - len(response.token_ids)
+        is_over = sum(len(str(each.get("content"))) for each in said) > _CHARACTERS * left
+        observed = trajectory.turns.between(said, response.token_ids[-1]) if said and not is_over else []
+        is_over |= len(observed) >= left
         if not said or is_over or trajectory.talk.num_turns == self.limits.most:
             trajectory.response = replace(response, finish_reason="length" if said and is_over else "stop")
             self.workers.submit((trajectory, "end"), trajectory.talk.end())
