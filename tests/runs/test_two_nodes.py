@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks.rank_processes import ROOT, Ended, free_port, run_ranks, with_root
 
@@ -51,9 +52,13 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_two_nodes_that_slurm_starts_share_a_run(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
-    ended = slurm(tmp_path, policy_path, prompts_path, str(tmp_path), "whole")
+def test_two_nodes_that_slurm_starts_share_a_run_and_its_requeue(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    ended = slurm(tmp_path, policy_path, prompts_path, str(tmp_path), "preempted")
     assert ended.statuses == [0, 0], ended.stderr[-3000:]
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert (saved["global_step"], len(saved["RolloutDataModule"]["ranks"])) == (2, 2)  # before the second update
     first, second = results(tmp_path)
     assert first["launcher"] == second["launcher"] == "SLURMEnvironment"
     assert first["weights"] == second["weights"]

@@ -38,7 +38,7 @@ class IdleWindows:
     """
 
     def __init__(self, trainer: L.Trainer, liveness: Liveness) -> None:
-        self.liveness = liveness
+        self.liveness, self.num_closed = liveness, 0
         self._rollout, self._world_size = 0, trainer.world_size
         host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=_STORE_SECONDS)
         if trainer.is_global_zero:
@@ -60,6 +60,7 @@ class IdleWindows:
         yield IdleWindow(is_open=is_open, num_waiting_for=self._world_size - finished)
         while is_open():
             time.sleep(_POLL_SECONDS)
+        self.num_closed += 1
 
     def _count(self, key: str, amount: int) -> int:
         self.liveness.check()

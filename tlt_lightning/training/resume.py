@@ -186,23 +186,31 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
 
 
 class Requeue(L.Callback):
-    """Holds SLURM's requeue back until an iteration begins: amid an update and while a run resumes, all is half."""
+    """Holds SLURM's requeue back until an iteration begins: amid an update and while a run resumes, all is half.
+
+    Ranks save together. So one that has written its responses, and may wait for others in a collective, saves where
+    all come by.
+    """
 
     def __init__(self) -> None:
         self._is_busy = True
         self._waiting: Callable[[], None] | None = None
+        self._idle: Any = None  # the run's `IdleWindows`
+        self._num_closed = 0
 
     def handle(self, save: Callable[[], None]) -> None:
-        """Let Lightning's handler save, now or when the next iteration begins."""
+        """Let Lightning's handler save, now or where all ranks may."""
         self._waiting = save
-        if not self._is_busy:
+        if not self._is_busy and (self._idle is None or self._idle.num_closed == self._num_closed):
             self._save()
 
     def on_rollout_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Let a requeue save until the iteration's first optimizer step."""
-        if has_begun_update(trainer):  # and is being validated
-            return
-        self._is_busy = False
+        """Let a requeue save until this rank's last window closes, or its first optimizer step."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if trainer.sanity_checking or has_begun_update(trainer) or data.engine.num_ranks > 1:
+            return  # it is being validated, or its ranks meet in each engine step
+        self._idle = data.idle
+        self._is_busy, self._num_closed = False, 0 if self._idle is None else self._idle.num_closed
         self._save()
 
     def _save(self) -> None:
@@ -212,6 +220,7 @@ class Requeue(L.Callback):
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if hasattr(pl_module, "iteration_log") and not batch_idx:  # given texts come without a rollout
+        is_first = hasattr(pl_module, "iteration_log") and not batch_idx
+        if is_first and trainer.strategy.reduce_boolean_decision(self._waiting is not None):
             self._save()
         self._is_busy = True

@@ -2,15 +2,19 @@
 
 import json
 import os
+import signal
 import sys
+import time
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy
 
-from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
+from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer, weights
 from tlt_lightning import RLModule
 
 
@@ -31,8 +35,20 @@ def main(policy: str, prompts: str, out: str, mode: str) -> None:
         devices=1,
         strategy=strategy,
     )
+    (Path(out) / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
+    numbers = count(1)
+
+    def preempted(prompt: str, response: str, row: dict[str, Any]) -> float:
+        """Let Slurm preempt the job while rank zero waits for this score in a collective."""
+        if trainer.global_rank and next(numbers) == 16 and mode == "preempted":
+            time.sleep(1)
+            for rank in (0, 1):
+                os.kill(int((Path(out) / f"pid{rank}").read_text()), signal.SIGUSR1)
+            time.sleep(1)
+        return evenness(prompt, response, row)
+
     try:
-        trainer.fit(module, make_data(prompts))
+        trainer.fit(module, make_data(prompts, rewards=[preempted]))
     finally:
         keep(trainer, module, recorder, Path(out))
 
