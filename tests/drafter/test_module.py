@@ -248,8 +248,8 @@ def test_the_readme_says_what_was_measured(drafter: DrafterModule, tmp_path: Pat
     assert "**2.76 tokens per step**" in text
     assert "| 2 | 62.0% | 80.0% | 90.0% |" in text
     assert "On 1234 engine steps of held-out text of its target, retraced with greedy drafts at temperature 1:" in text
-    drafter.acceptance = AcceptanceRule(samples_drafts=True, temperature=0.7)
-    assert "sampled drafts at temperature 0.7:" in (drafter.export(tmp_path, quality) / "README.md").read_text()
+    drafter.acceptance = AcceptanceRule(samples_drafts=True, temperature=0.7, top_k=20)
+    assert "drafts at temperature 0.7, top_k 20:" in (drafter.export(tmp_path, quality) / "README.md").read_text()
     drafter.acceptance = AcceptanceRule()
     assert "Not measured" in (drafter.export(tmp_path) / "README.md").read_text()
     assert "then serve that one, as\n`python -m tlt_lightning export` writes it" in text  # trained meanwhile

@@ -53,7 +53,8 @@ class AcceptanceRule:
         drafts = "greedy drafts"
         if self.samples_drafts:
             drafts = "drafts sampled with the noise of verification" if self.shares_noise else "sampled drafts"
-        return f"{drafts} at temperature {self.temperature:g}"
+        cuts = f", top_k {self.top_k}" * bool(self.top_k) + f", top_p {self.top_p:g}" * (self.top_p < 1)
+        return f"{drafts} at temperature {self.temperature:g}{cuts}"
 
     def judge(self, logits: Tensor, targets: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chance that a draft is accepted, and that given the text's token, (n,) each.
