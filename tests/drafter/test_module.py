@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,6 +254,8 @@ def test_the_readme_says_what_was_measured(drafter: DrafterModule, tmp_path: Pat
     drafter.acceptance = AcceptanceRule()
     assert "Not measured" in (drafter.export(tmp_path) / "README.md").read_text()
     assert "then serve that one, as\n`python -m tlt_lightning export` writes it" in text  # trained meanwhile
+    command = 'vllm() { echo "$4"; }\n    vllm serve' + text.partition("    vllm serve")[2].partition("\n\n")[0]
+    assert json.loads(subprocess.check_output(["bash", "-c", command]))["num_speculative_tokens"] == 3
 
 
 @pytest.mark.parametrize("is_pickled", [False, True])  # as the first EAGLE-3 heads were published
