@@ -270,8 +270,7 @@ class RLModule(L.LightningModule):
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = optimization.built(self.optimizer, groups)
         self._resumed_optimizer.note(optimizer)
-        own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
-        self.save_hyperparameters({**own, "optimizer": describe_object(optimizer, optimizer.defaults)})
+        self.save_hyperparameters({"optimizer": describe_object(optimizer, optimizer.defaults)})
         every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
         return with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
 
@@ -295,6 +294,8 @@ class RLModule(L.LightningModule):
         self.held_out = HeldOutMetrics(has_rewards=has_rewards)  # anew: an earlier run may have ended within one
         if stage == "fit":
             self._resumed_optimizer.forget()
+            own = {"objective": describe(self.objective), "lr_scheduler": describe(self.lr_scheduler)}
+            self.save_hyperparameters(own)  # as they are now; a checkpoint's are compared with them
 
     @override
     def on_train_start(self) -> None:

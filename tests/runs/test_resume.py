@@ -303,9 +303,10 @@ def test_states_of_8_bits_resume_exactly_with_rates_that_are_tensors(
 
 
 def test_settings_that_change_what_comes_are_named_on_resume(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:
-    path = checkpoint_of(paths)
+    usual = {"objective": None}
+    path = checkpoint_of(paths, module=usual)
     with caplog.at_level(logging.WARNING):
-        run(paths, ckpt=path)
+        run(paths, ckpt=path, module=usual)
         assert "goes on otherwise" not in caplog.text
         run(paths, ckpt=path, data={"group_size": 8, "sampling": Sampling(max_tokens=8, temperature=0.5)})
     assert "data.group_size was 4 and is 8" in caplog.text
