@@ -187,7 +187,7 @@ class Rollout:
     Args:
         prompt: The question.
         response: What the engine wrote.
-        text: The response decoded, special tokens left out.
+        text: The response decoded, without the tokens that end or pad it.
         group: Number of the prompt within the iteration; its `group_size` rollouts share it.
         rewards: One value per reward function that applies, unweighted.
         reward: Their weighted sum, which the objective sees.

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.rl_runs import Recorder, evenness, make_data, make_module, make_trainer
-from tlt_lightning import PartialRollout, Sampling, TransformersEngine
+from tlt_lightning import PartialRollout, PromptSource, Sampling, TransformersEngine
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.data import module as data_module
 from tlt_lightning.training.memory import pass_size
@@ -29,6 +29,18 @@ def test_functions_and_rows_are_enough_to_train(policy_path: str, prompts_path: 
     make_trainer(tmp_path, recorder, max_epochs=1).fit(make_module(policy_path), data)
     assert {rollout.prompt.index for rollout in recorder.rollouts[0]} == {0, 1, 2}
     assert all(rollout.reward == rollout.rewards["evenness"] for rollout in recorder.rollouts[0])
+
+
+def test_a_token_at_which_the_chat_template_alone_ends_an_answer_is_named(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}{{ m.content }} {{ '<unk>' if m.role == 'assistant' }}{% endfor %}"
+    source = PromptSource(path=prompts_path, chat_template=template)
+    for stop, count in ((), 1), ((2,), 0):
+        data = make_data(prompts_path, train=source, sampling=Sampling(max_tokens=4, stop_token_ids=stop))
+        make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
+        assert caplog.text.count("ends an answer with '<unk>' (token 2)") == count
+        caplog.clear()
 
 
 def test_checkpoints_do_not_read_all_prompts_again(

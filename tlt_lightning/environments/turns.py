@@ -151,17 +151,28 @@ class Turns:
         return close
 
     @cached_property
+    def ending(self) -> int | None:
+        """The special token that the template puts behind an answer; None where it puts something else."""
+        text = self._shown([{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}])
+        tokens = self._plain_ids(text.partition(_MARK)[2].lstrip())
+        return tokens[0] if tokens and tokens[0] in self.tokenizer.added_tokens_decoder else None
+
+    @cached_property
     def _knows_tools(self) -> bool:
         """True if the template shows what a tool returns."""
-        from jinja2 import TemplateError
-
         call = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
         turn = {"role": "assistant", "content": "", "tool_calls": call}
         result = {"role": "tool", "name": "f", "content": _MARK}
+        return _MARK in self._shown([{"role": "user", "content": "a"}, turn, result])
+
+    def _shown(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as text; empty where there is no template, or it refuses what it does not know."""
+        from jinja2 import TemplateError
+
         try:
-            return _MARK in self._text([{"role": "user", "content": "a"}, turn, result])
-        except (TemplateError, TypeError):  # as templates refuse what they do not know
-            return False
+            return "" if self.template is None else self._text(messages, begins_turn=False)
+        except (TemplateError, TypeError):
+            return ""
 
     def _with_tools(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Say in the first message which tools there are, where the template says nothing of them."""
