@@ -53,8 +53,8 @@ class RewardTerm:
             object.__setattr__(self, "name", default_name(self.function))
         if not (self.takes_lists or self.takes_places()):
             raise TypeError(
-                f"`function` {self.name} takes ({', '.join(self.arguments)}), and is called by place with (prompt, "
-                "response, row): let it take these, in this order."
+                f"`function` {self.name} takes {inspect.signature(self.function)}, and is called by place with "
+                "(prompt, response, row): let it take these, in this order."
             )
         if self.name in RESERVED_NAMES:
             raise ValueError(f"`name` {self.name!r} is taken by the metric `reward/{self.name}`; set another `name`.")
