@@ -85,6 +85,14 @@ def test_a_prompt_and_a_completion_of_text_are_a_turn_each_or_plain(reader: RowR
         plain.texts({"messages": messages()})
 
 
+def test_to_say_nothing_is_not_learned(reader: RowReader, tmp_path: Path) -> None:
+    turns = [("user", "1"), ("assistant", ""), ("user", "2"), ("assistant", "3")]
+    (text,) = reader.texts({"messages": messages(turns)})
+    assert (words(reader, text.prompt), words(reader, text.answers)) == (": 1 <eos> = <eos> : 2 <eos> =", "3 <eos>")
+    with pytest.raises(LeftOut, match="no `assistant` answers"):
+        RowReader(save_target(tmp_path, None), 256).texts({"prompt": "1", "completion": ""})
+
+
 def test_what_predict_wrote_stays_as_it_is(reader: RowReader) -> None:
     row = {"prompt_ids": [5, 6], "response_ids": [7, 31], "prompt": "+", "completion": "1"}
     assert reader.texts(row) == [Text([5, 6, 7, 31], 2)]
@@ -162,6 +170,7 @@ def test_texts_end_where_the_target_reads_no_further(tmp_path: Path) -> None:
     [
         (messages([("user", "1")]), "no `assistant` answers"),
         (messages([("assistant", "1")]), "no `assistant` answers"),
+        (messages([("user", "1"), ("assistant", " ")]), "no `assistant` answers"),  # of an empty cell of a table
         ([], "no `assistant` answers"),
         ("1 + 2", "'1 \\+ 2' in the place of a turn"),
         (1, "1 in the place of a turn"),

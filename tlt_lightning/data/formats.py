@@ -27,6 +27,7 @@ FORMATS = (
 A_DAY = datetime(2024, 7, 26)
 """The date that chat templates write, Llama 3's where there is no clock: texts are the same tokens on every day."""
 _MARK = "[answer]"
+_NO_ANSWER = "in which no `assistant` answers anything"
 _ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are as they are
 
 
@@ -145,6 +146,8 @@ class RowReader:
         raise ValueError(f"{has}; a row must have {FORMATS}")
 
     def _conversation(self, turns: Sequence[Turn]) -> list[Text]:
+        if not any(map(is_answer, turns)):
+            raise LeftOut(_NO_ANSWER)
         if self.template is None and [turn["role"] for turn in turns] == ["user", "assistant"]:
             return [self._cut(self._plain(*(turn["content"] for turn in turns)))]
         return self._written(turns)
@@ -163,7 +166,7 @@ class RowReader:
         """
         texts: list[tuple[str, list[Span]]] = []
         for number, turn in enumerate(turns):
-            if turn["role"] != "assistant" or number == 0:
+            if number == 0 or not is_answer(turn):
                 continue
             text, start = self._answer(turns[:number], turn)
             # Some templates, as Phi-3's, write more behind the end of the last answer.
@@ -176,7 +179,7 @@ class RowReader:
                 texts.append(("", []))
             texts[-1] = text, [*texts[-1][1], (start, len(text))]
         if not texts:
-            raise LeftOut("in which no `assistant` answers anything")
+            raise LeftOut(_NO_ANSWER)
         return [self._cut(self._tokens(*text)) for text in texts]
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> tuple[str, int]:
@@ -252,6 +255,12 @@ class RowReader:
 
 def _without_spaces(text: str) -> str:
     return "".join(text.split())
+
+
+def is_answer(turn: Turn) -> bool:
+    """Return True for a turn in which an assistant says or calls something: an empty cell of a table is no answer."""
+    said = (str(value) for name, value in turn.items() if value and name != "role")
+    return turn["role"] == "assistant" and any(map(str.strip, said))
 
 
 def as_turns(value: Any, role: str = "") -> list[Turn]:
