@@ -118,6 +118,15 @@ def test_an_answer_ends_where_the_engine_ends_it(tmp_path: Path) -> None:
     assert words(reader, text.answers) == "3 <eos> 7 * 1 <eos>"
 
 
+def test_an_answer_ends_also_where_the_template_ends_it_otherwise(tmp_path: Path) -> None:
+    """As Qwen2.5's base models, whose engine ends at another token than their template writes."""
+    reader = RowReader(save_target(tmp_path, TEMPLATE.replace("<eos>", "+")), 256)
+    first, second = reader.texts({"messages": messages()})
+    assert words(reader, first.ids) == ": 1 + 2 + = 3 + <eos>"
+    assert words(reader, second.ids) == ": 1 + 2 + = 3 + : + 4 + = 7 * 1 + <eos>"
+    assert words(reader, second.answers) == "7 * 1 + <eos>"
+
+
 @pytest.mark.parametrize("opened", ["= / ", "= 0 / "])
 def test_an_answer_begins_where_it_leaves_what_the_engine_would_have_begun(opened: str, tmp_path: Path) -> None:
     """As templates of thinking models open the thought that they leave out of what was said."""
@@ -220,6 +229,4 @@ def test_a_token_never_holds_the_end_of_a_prompt_and_the_beginning_of_an_answer(
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer("cabc")["input_ids"] == [words[each] for each in ("c", "ab", "c")]
     (text,) = RowReader(str(tmp_path), 16).texts({"prompt": "ca", "completion": "bc"})
-    assert text == Text(
-        [*tokenizer("ca")["input_ids"], words["bc"], *([words["<eos>"]] if template is None else [])], 2
-    )
+    assert text == Text([*tokenizer("ca")["input_ids"], words["bc"], words["<eos>"]], 2)

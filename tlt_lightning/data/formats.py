@@ -169,12 +169,12 @@ class RowReader:
             if number == 0 or not is_answer(turn):
                 continue
             text, start = self._answer(turns[:number], turn)
-            # Some templates, as Phi-3's, write more behind the end of the last answer.
-            text = text[
-                : min((at + len(end) for end in self._ends if (at := text.find(end, start)) >= 0), default=None)
-            ]
             if start >= len(text):
                 continue
+            # Some templates, as Phi-3's, write more behind the end of the last answer; with some models, as Qwen2.5's
+            # base, the template ends it with a word at which the engine goes on.
+            ends = [at + len(end) for end in self._ends if (at := text.find(end, start)) >= 0]
+            text = text[: min(ends)] if ends else text + str(self.tokenizer.eos_token)
             if not texts or not text.startswith(texts[-1][0]):
                 texts.append(("", []))
             texts[-1] = text, [*texts[-1][1], (start, len(text))]
