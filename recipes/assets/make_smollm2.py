@@ -25,6 +25,7 @@ def convert(source: Path, target: Path) -> None:
     # The file's `tokenizer.ggml.pre` is `smollm`: GPT-2's splitting, and each digit alone. transformers forgets digits.
     splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # transformers 5.17 takes the beginning for the end
     model = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.bfloat16)
     del model.config.quantization_config, model.hf_quantizer  # the weights are plain by now
     model.generation_config = GenerationConfig(
