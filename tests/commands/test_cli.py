@@ -462,6 +462,10 @@ def test_options_that_resemble_nothing_get_no_advice() -> None:
     assert nearest("xyz", {"data.group_size"}) == []
 
 
+def test_a_part_of_a_misspelt_option_is_advised_on_by_the_option() -> None:
+    assert nearest("data.schedul.class_path", {"data.schedule", "data.engine"}) == ["data.schedule"]
+
+
 def test_help_names_every_command_and_loads_nothing() -> None:
     code = "import sys; sys.argv[1:] = ['--help']; from tlt_lightning.__main__ import main; main();"
     code += "print('lightning' in sys.modules)"

@@ -1,7 +1,8 @@
 """Say what was perhaps meant by a name that the command line does not know."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +54,11 @@ def files_meant(words: Sequence[str]) -> list[str]:
     return [f"-c {place}" for place in (*alone, *moved)]
 
 
-def nearest(option: str, options: Iterable[str]) -> list[str]:
+def nearest(option: str, options: Collection[str]) -> list[str]:
     """Return the options that `option` may stand for: at most three without its group, or else the closest one."""
-    within = sorted(known for known in options if known.endswith(f".{option}"))[:3]
-    return within or difflib.get_close_matches(option, options, n=1, cutoff=0.75)
+    if within := sorted(known for known in options if known.endswith(f".{option}"))[:3]:
+        return within
+    beginnings = accumulate(option.split("."), "{}.{}".format)  # `data.schedul.class_path` may be of `data.schedule`
+    lost = next((each for each in beginnings if not any(f"{known}.".startswith(f"{each}.") for known in options)), "")
+    close = (difflib.get_close_matches(name, options, n=1, cutoff=0.75) for name in (option, lost))
+    return next(filter(None, close), [])
