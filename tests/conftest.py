@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import json
 import multiprocessing
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # of all packages, for each Trainer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has programs behind `&` ignore
 gc.set_threshold(50_000)  # a collection looks at all that was ever imported
 gc.disable()  # until all is imported that files of tests name: none of it becomes garbage
 
