@@ -22,7 +22,6 @@ import pytest
 import torch
 
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # of all packages, for each Trainer
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has programs behind `&` ignore
 gc.set_threshold(50_000)  # a collection looks at all that was ever imported
 gc.disable()  # until all is imported that files of tests name: none of it becomes garbage
 
@@ -79,6 +78,11 @@ def starts_ranks(file: Path) -> bool:
     """Such tests fork ranks from one process that has imported everything; it is one for all that share a worker."""
     text = file.read_text()
     return "run_ranks" in text or "forkserver" in text
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt, which a shell has programs behind `&` ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
