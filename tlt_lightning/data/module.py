@@ -189,7 +189,7 @@ class RolloutDataModule(PolicyDataModule):
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
         self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
-        self._warn_of_open_end(next(iter(self._spoken.values()))[1])
+        next(iter(self._spoken.values()))[1].warn_of_open_end(self.sampling)
         self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
         if self.max_prompt_tokens is None:
             self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
@@ -281,19 +281,6 @@ class RolloutDataModule(PolicyDataModule):
         if name == "train":
             prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
         return prompts
-
-    def _warn_of_open_end(self, turns: Turns) -> None:
-        """Warn if responses go on behind the token with which the chat template ends an answer."""
-        token, sampling = turns.ending, self.sampling
-        if token is None or token in (*self._ends, *sampling.stop_token_ids):
-            return
-        if (text := self.tokenizer.decode([token])) not in sampling.stop_strings:
-            log.warning(
-                "The chat template ends an answer with %r (token %d), which ends no response: what is written behind "
-                "it is scored and learned from, up to `max_tokens`. Add it to `eos_token_id` in the policy's "
-                "generation_config.json, which `export` keeps, or to `data.sampling.stop_token_ids`.",
-                *(text, token),
-            )
 
     @override
     def close(self) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tlt_lightning.rollout import Sampling
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 """A turn of a conversation: `role` and `content`, and whatever else the chat template reads."""
@@ -150,12 +155,19 @@ class Turns:
             close = place if ids[place] in self.ends else close
         return close
 
-    @cached_property
-    def ending(self) -> int | None:
-        """The special token that the template puts behind an answer; None where it puts something else."""
-        text = self._shown([{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}])
-        tokens = self._plain_ids(text.partition(_MARK)[2].lstrip())
-        return tokens[0] if tokens and tokens[0] in self.tokenizer.added_tokens_decoder else None
+    def warn_of_open_end(self, sampling: Sampling) -> None:
+        """Warn if responses go on behind the special token with which the template ends an answer."""
+        shown = self._shown([{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}])
+        token = next(iter(self._plain_ids(shown.partition(_MARK)[2].lstrip())), None)
+        if token not in self.tokenizer.added_tokens_decoder or token in (*self.ends, *sampling.stop_token_ids):
+            return
+        if (text := self.tokenizer.decode([token])) not in sampling.stop_strings:
+            log.warning(
+                "The chat template ends an answer with %r (token %d), which ends no response: what is written behind "
+                "it is scored and learned from, up to `max_tokens`. Add it to `eos_token_id` in the policy's "
+                "generation_config.json, which `export` keeps, or to `data.sampling.stop_token_ids`.",
+                *(text, token),
+            )
 
     @cached_property
     def _knows_tools(self) -> bool:
