@@ -27,7 +27,6 @@ FORMATS = (
 A_DAY = datetime(2024, 7, 26)
 """The date that chat templates write, Llama 3's where there is no clock: texts are the same tokens on every day."""
 _MARK = "[answer]"
-_NO_ANSWER = "in which no `assistant` answers anything"
 _ROLES = {"human": "user", "gpt": "assistant"}  # of `conversations`; others are as they are
 
 
@@ -146,9 +145,8 @@ class RowReader:
         raise ValueError(f"{has}; a row must have {FORMATS}")
 
     def _conversation(self, turns: Sequence[Turn]) -> list[Text]:
-        if not any(map(is_answer, turns)):
-            raise LeftOut(_NO_ANSWER)
-        if self.template is None and [turn["role"] for turn in turns] == ["user", "assistant"]:
+        is_plain = self.template is None and [turn["role"] for turn in turns] == ["user", "assistant"]
+        if is_plain and _is_answer(turns[1]):
             return [self._cut(self._plain(*(turn["content"] for turn in turns)))]
         return self._written(turns)
 
@@ -166,7 +164,7 @@ class RowReader:
         """
         texts: list[tuple[str, list[Span]]] = []
         for number, turn in enumerate(turns):
-            if number == 0 or not is_answer(turn):
+            if number == 0 or not _is_answer(turn):
                 continue
             text, start = self._answer(turns[:number], turn)
             if start >= len(text):
@@ -179,7 +177,7 @@ class RowReader:
                 texts.append(("", []))
             texts[-1] = text, [*texts[-1][1], (start, len(text))]
         if not texts:
-            raise LeftOut(_NO_ANSWER)
+            raise LeftOut("in which no `assistant` answers anything")
         return [self._cut(self._tokens(*text)) for text in texts]
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> tuple[str, int]:
@@ -257,7 +255,7 @@ def _without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def is_answer(turn: Turn) -> bool:
+def _is_answer(turn: Turn) -> bool:
     """Return True for a turn in which an assistant says or calls something: an empty cell of a table is no answer."""
     said = (str(value) for name, value in turn.items() if value and name != "role")
     return turn["role"] == "assistant" and any(map(str.strip, said))
