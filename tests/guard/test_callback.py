@@ -54,6 +54,8 @@ def test_the_end_of_a_rank_ends_all_with_a_failure_that_names_it(
     assert (tmp_path / "on_exception.ckpt").exists() or place in ("start", "stuck")
     # Within an update of two steps a rank does not know what the others have yet to learn from.
     assert (tmp_path / "iterations/interrupted.ckpt").exists() == (place == "rollout") or ranks == "1"
+    if (signal_name, place) == ("SIGTERM", "update"):  # all finish the update and save it
+        assert (tmp_path / "iterations/epoch=1.ckpt").exists()
 
 
 def fit(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, ckpt_path: Path | None = None) -> None:

@@ -55,7 +55,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def be_rank_one(trainer: object, port: Connection) -> None:
     trainer.strategy.broadcast = lambda _: port.recv()  # type: ignore[attr-defined]
-    Liveness(trainer)  # type: ignore[arg-type]
+    worker = Liveness(trainer)  # type: ignore[arg-type]
+    signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
     time.sleep(60)
 
 
@@ -132,12 +133,23 @@ def test_sigterm_ends_a_worker_that_waits_for_ever(pair: list[Liveness], monkeyp
     wait_for(lambda: 143 in statuses)
 
 
-def test_sigterm_ends_this_worker_and_tells_the_other(pair: list[Liveness]) -> None:
+def test_sigterm_ends_this_worker_where_it_is_free_and_only_then_the_other(pair: list[Liveness]) -> None:
     pair[1].terminate()
-    assert failure(pair[0]) == "The run cannot go on: rank 1 ended with SIGTERM."
+    pair[1].check(is_free=False)
+    assert failure(pair[0], seconds=0.5) == "nothing was raised"  # an update that has begun needs it
     with pytest.raises(SIGTERMException) as raised:
         pair[1].check()
     assert raised.value.code == 143
+    pair[1].report(raised.value)
+    assert failure(pair[0]) == "The run cannot go on: rank 1 ended with SIGTERM."
+
+
+def test_a_worker_killed_behind_its_sigterm_is_said_to_have_ended_by_it(forked: tuple[Liveness, int]) -> None:
+    worker, pid = forked
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: worker._lines[1].terminated)
+    os.kill(pid, signal.SIGKILL)
+    assert failure(worker) == "The run cannot go on: rank 1 ended with SIGTERM."
 
 
 def test_an_error_of_a_collective_is_followed_by_the_reason(forked: tuple[Liveness, int]) -> None:

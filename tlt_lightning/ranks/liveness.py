@@ -28,7 +28,7 @@ _STALLED_SECONDS = 300.0
 _NOTE_SECONDS = 5.0
 _GRACE_SECONDS = 30.0
 _TERM_SECONDS = 120.0  # an optimizer step may take as long before it looks for SIGTERM
-_GOODBYE, _BEAT, _FAILURE = "goodbye", "beat", "failure"
+_GOODBYE, _BEAT, _FAILURE, _SIGTERM = "goodbye", "beat", "failure", "sigterm"
 
 
 class Liveness:
@@ -85,7 +85,7 @@ class Liveness:
             raise RuntimeError(_sentence(self._failure))
 
     def terminate(self) -> None:
-        """Make the next `check` end this rank and tell the others; safe in a signal handler."""
+        """Make the next `check` that is free end this rank, which ends the others; safe in a signal handler."""
         self._terminated = True
 
     def interrupt(self) -> None:
@@ -147,7 +147,7 @@ class Liveness:
                 now = time.monotonic()
                 if self._terminated and terminated_at == inf:
                     terminated_at = now
-                    self._outbox.append(f"rank {self.rank} ended with SIGTERM")
+                    self._send(_SIGTERM)  # which others end by where this rank does: an update needs them all
                 self._send_outbox()
                 if now - last_beat > _BEAT_SECONDS:
                     last_beat = now
@@ -172,12 +172,15 @@ class Liveness:
                 line.left = True
             elif kind == _FAILURE:
                 self._fail(text, besides=line)
+            elif kind == _SIGTERM:
+                line.terminated = True
             else:
                 line.stalled = float(text)
         if line.is_open:
             return True
         if not line.left:
-            self._fail(f"rank {line.rank} has died: its process ended without a word")
+            how = "ended with SIGTERM" if line.terminated else "has died: its process ended without a word"
+            self._fail(f"rank {line.rank} {how}")
         return False
 
     def _judge(self, line: _Line, now: float) -> None:
@@ -220,7 +223,7 @@ class _Line:
 
     def __init__(self, connection: socket.socket, of: int | None = None) -> None:
         self.socket = connection
-        self.is_open, self.left, self.warned = True, False, False
+        self.is_open, self.left, self.warned, self.terminated = True, False, False, False
         self.heard, self.stalled = time.monotonic(), 0.0
         self._rest = b""
         connection.settimeout(_SILENT_SECONDS)

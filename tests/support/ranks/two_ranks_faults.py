@@ -55,6 +55,8 @@ class Fault(RolloutCallback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self._at("update", trainer)
+        if self.place == "update":
+            time.sleep(0.5)  # and the other hears of it before the update is done
 
     def on_train_batch_end(self, trainer, *_):
         if self.place == "stuck" and trainer.current_epoch == 1 and trainer.global_rank == 0:
