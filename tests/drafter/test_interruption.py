@@ -90,7 +90,7 @@ def test_a_signal_saves_the_head_and_the_resumed_warm_up_equals_the_uninterrupte
         assert run.pid is not None
         os.kill(run.pid, number)
         told.unlink()
-        run.join(60)
+        run.join(150)
     finally:
         run.kill()
     said = (tmp_path / "said").read_text()

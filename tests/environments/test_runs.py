@@ -30,7 +30,7 @@ class Counting:
 
 
 def settings(**overrides: Any) -> dict[str, Any]:
-    limits = TurnLimits(tokens=4, seconds=5, waits=True)
+    limits = TurnLimits(tokens=4, seconds=200, waits=True)
     return {"rewards": [], "environment": Counting, "turns": limits, "sampling": Sampling(max_tokens=24), **overrides}
 
 

@@ -42,7 +42,7 @@ def play(
 ) -> tuple[ScriptedEngine, dict[int, tuple[Response, Trajectory]]]:
     """Hold a conversation on each row of an environment, in whose turns the policy says this."""
     engine = ScriptedEngine(lambda request, number: said[number], ends=turns.ends)
-    stream = ConversationStream(engine, Environments(environment), TurnLimits(**{"seconds": 3.0, **limits}))
+    stream = ConversationStream(engine, Environments(environment), TurnLimits(**{"seconds": 200.0, **limits}))
     source = PromptSource(rows=VerifiersRows(environment.id, environment.args, environment.python))
     rows = source.read()
     prompts = [Prompt("1", (1,), row=row, index=index) for index, row in enumerate(rows)]
@@ -61,7 +61,8 @@ def test_conversations_go_on_from_what_was_sampled_and_break_alone(
 ) -> None:
     rows = ["ends", "raises", "errs", "hangs", "forgets", "repeats", "samples", "changes", "shows", "streams"]
     turns = Turns(load_tokenizer(policy_path), None, end_tokens=[1])
-    engine, ended = play(VerifiersEnvironment("game", {"rows": rows}), turns, [[20, 21, 1], [22, 1], [23, 1]])
+    said = [[20, 21, 1], [22, 1], [23, 1]]
+    engine, ended = play(VerifiersEnvironment("game", {"rows": rows}), turns, said, seconds=6.0)  # for one that hangs
     ids = turns.ids
     whole = [20, 21, 1, *ids("= 1 :"), 22, 1, *ids("= 2 :"), 23, 1]
     broken = {
@@ -144,7 +145,7 @@ def test_the_process_ends_with_the_run(scripted: None) -> None:
         "print(v.VerifiersEnvironment('game', {'rows': []})._process._process.pid, flush=True); os._exit(9)"
     )
     number = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False, text=True).stdout
-    for _ in range(100):
+    for _ in range(1000):
         if not Path(f"/proc/{int(number)}").exists():
             return
         time.sleep(0.1)

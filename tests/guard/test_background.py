@@ -8,7 +8,7 @@ from tlt_lightning.guard.background import Background
 
 def test_jobs_run_in_their_order_beside_the_main_thread() -> None:
     background, done, may_go_on = Background(), [], threading.Event()
-    background.submit(lambda: done.append(may_go_on.wait(60)))
+    background.submit(lambda: done.append(may_go_on.wait(200)))
     background.submit(lambda: done.append(threading.current_thread() is threading.main_thread()))
     assert done == []
     assert not background.is_idle
@@ -22,7 +22,7 @@ def test_nothing_runs_after_a_failure_until_it_was_heard_of() -> None:
     background, done, may_fail = Background(), [], threading.Event()
 
     def fail() -> None:
-        may_fail.wait(60)
+        may_fail.wait(200)
         raise OSError("no room")
 
     background.submit(fail)

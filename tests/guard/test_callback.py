@@ -80,7 +80,7 @@ def test_a_folder_in_which_another_run_writes_is_refused(tmp_path: Path) -> None
 
     owner = context.Process(target=hold, daemon=True)
     owner.start()
-    assert taken.wait(30)
+    assert taken.wait(100)
     with pytest.raises(MisconfigurationException, match=f"process {owner.pid} .* writes its checkpoints to"):
         fit(tmp_path)
     owner.kill()
@@ -124,7 +124,7 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, save = threading.Event(), torch.save
-    monkeypatch.setattr(torch, "save", lambda *arguments: write.wait(60) and save(*arguments))
+    monkeypatch.setattr(torch, "save", lambda *arguments: write.wait(200) and save(*arguments))
     checkpoints = ModelCheckpoint(tmp_path, "{epoch}", save_last="link", save_on_train_epoch_end=True)
     callbacks = [Ending(write), RunGuard(), checkpoints]
     trainer = make_trainer(tmp_path, callbacks, enable_checkpointing=True, limit_val_batches=0)

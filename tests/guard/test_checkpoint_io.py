@@ -21,7 +21,7 @@ def run(folder: Path, copies: Path | None = None) -> int | None:
     folder.mkdir(exist_ok=True)
     process = CONTEXT.Process(target=train, args=(str(folder), None if copies is None else str(copies)))
     process.start()
-    process.join(60)
+    process.join(250)
     process.kill()
     return process.exitcode
 
@@ -113,7 +113,7 @@ def write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     may_write, save = threading.Event(), torch.save
 
     def later(*arguments: Any) -> None:
-        assert may_write.wait(60)
+        assert may_write.wait(250)
         save(*arguments)
 
     monkeypatch.setattr(torch, "save", later)

@@ -66,4 +66,4 @@ def test_a_note_goes_where_bars_put_it_above_themselves(
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.put))  # as Rich replaces it
     interruption[0].listen()
     signal.raise_signal(signal.SIGINT)
-    assert said.get(timeout=10) == NOTE
+    assert said.get(timeout=100) == NOTE

@@ -135,7 +135,7 @@ def on_ranks() -> Callable[..., list[Any]]:
     """Call a function once per rank, each with its argument and a `reduce` that really sums over them."""
 
     def call(function: Callable[[Any, Callable[[Tensor], Tensor]], Any], arguments: list[Any]) -> list[Any]:
-        barrier, slots = Barrier(len(arguments), timeout=30), [torch.tensor(math.nan)] * len(arguments)
+        barrier, slots = Barrier(len(arguments), timeout=200), [torch.tensor(math.nan)] * len(arguments)
 
         def rank(i: int) -> Any:
             def reduce(x: Tensor) -> Tensor:

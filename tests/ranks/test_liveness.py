@@ -54,10 +54,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def be_rank_one(trainer: object, port: Connection) -> None:
+    workers: list[Liveness] = []
+    signal.signal(signal.SIGTERM, lambda *_: workers[0].terminate())  # before the other knows of this one
     trainer.strategy.broadcast = lambda _: port.recv()  # type: ignore[attr-defined]
-    worker = Liveness(trainer)  # type: ignore[arg-type]
-    signal.signal(signal.SIGTERM, lambda *_: worker.terminate())
-    time.sleep(60)
+    workers.append(Liveness(trainer))  # type: ignore[arg-type]
+    time.sleep(200)
 
 
 def be_stuck(trainer: object, port: Connection) -> None:
@@ -73,7 +74,7 @@ def test_a_worker_that_never_looks_is_ended_once_another_has_failed() -> None:
     trainers[0].strategy.broadcast = here.send
     worker = Liveness(trainers[0])
     worker.report(ValueError("out of luck"))
-    child.join(30)  # seconds; it would sleep for 60
+    child.join(100)  # seconds; it would sleep for 200
     worker.close()
     assert child.exitcode == 1
 

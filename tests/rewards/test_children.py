@@ -144,7 +144,7 @@ def test_children_end_with_their_parent(make, tmp_path) -> None:
         "from pathlib import Path\nfrom tlt_lightning.rewards.children import Children\n"
         f"asked = Children(Path({str(tmp_path / 'script.py')!r}))\nasked.ask('1')\nprint(asked._loaded.pid)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert done.stderr == ""
     for _ in range(2000):
         try:

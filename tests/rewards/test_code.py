@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +117,15 @@ def test_the_start_of_the_interpreter_does_not_count(monkeypatch, tmp_path: Path
 
 @pytest.mark.parametrize("use_namespaces", [True, False])
 def test_a_program_that_leaves_its_group_does_not_survive(tmp_path: Path, use_namespaces: bool) -> None:
-    alive = tmp_path / "alive"
+    held = tmp_path / "held"
     code = (
-        f"import os, time\ntry: os.setsid()\nexcept OSError: pass\ntime.sleep(1)\nopen({str(alive)!r}, 'w').close()\n"
+        "import fcntl, os, time\ntry: os.setsid()\nexcept OSError: pass\n"
+        f"file = open({str(held)!r}, 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\ntime.sleep(20)\nfile.write('alive')\n"
     )
-    assert score(code + DOUBLE, time_limit=0.5, use_namespaces=use_namespaces) == 0.0
-    time.sleep(1)
-    assert not alive.exists()
+    assert score(code + DOUBLE, time_limit=1.0, use_namespaces=use_namespaces) == 0.0
+    with held.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # its end gives it back
+    assert held.read_text() == ""
 
 
 @pytest.mark.parametrize(

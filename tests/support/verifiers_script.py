@@ -24,7 +24,7 @@ class Scripted:
         self.rows = rows
 
     def load(self, split: str) -> list[tuple[str, str, str]]:
-        time.sleep(1.5 if "reads" in self.rows else 0.0)
+        time.sleep(2.5 if "reads" in self.rows else 0.0)
         return [("8 9 =", row, row) for row in self.rows]
 
     async def play(self, row: str, url: str) -> tuple[float, Any]:
@@ -92,4 +92,5 @@ if __name__ == "__main__":
         raise ImportError("no such environment")
     print("an environment may print")
     game: Any = Scripted(json.loads(args).get("rows", ["ends"]))
-    asyncio.run(serve(game, out, stalled=0.5 if {"blocks", "reads"} & {*game.rows} else 60.0))
+    stalled = {"blocks": 1.0, "reads": 2.0}.get("".join(game.rows), 60.0)
+    asyncio.run(serve(game, out, stalled))

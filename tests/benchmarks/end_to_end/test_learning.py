@@ -69,7 +69,7 @@ def test_every_arm_has_a_line_in_the_picture(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_runs_go_side_by_side(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, together = learning.subprocess.call, Barrier(3, timeout=20)
+    finish, together = learning.subprocess.call, Barrier(3, timeout=200)
     monkeypatch.setattr(learning.subprocess, "call", lambda command: together.wait() * 0 + finish(command))
     learning.main(["--recipe", "b.yaml", "--at-once", "3", "--out", str(tmp_path)])
     assert len(commands) == 3

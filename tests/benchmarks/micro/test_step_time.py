@@ -57,11 +57,12 @@ def test_an_engine_says_that_it_is_ready_and_waits_for_its_turn(tmp_path: Path) 
     gate = str(tmp_path / "gate")
     waiting = threading.Thread(target=step_time.pass_gate, args=(gate,))
     waiting.start()
-    waiting.join(0.5)
+    while not Path(f"{gate}.ready").exists():
+        waiting.join(0.01)
+    waiting.join(0.3)
     assert waiting.is_alive()
-    assert Path(f"{gate}.ready").exists()
     Path(f"{gate}.go").touch()
-    waiting.join(5)
+    waiting.join(100)
     assert not waiting.is_alive()
 
 

@@ -22,5 +22,6 @@ def main(out: str) -> None:
     engine.update_weights([("w", torch.full((3,), rank + 1.0))], 0)
     distributed.barrier()  # both write now, rank one for longer
     (response,) = engine.generate([Request(0, [5])], Sampling(max_tokens=1 + 15 * rank), seed=0)
+    has_read = time.time()
     engine.close()
-    Path(out, f"rank{rank}.json").write_text(json.dumps([[*response.token_ids][:2], time.time()]))
+    Path(out, f"rank{rank}.json").write_text(json.dumps([[*response.token_ids][:2], has_read, time.time()]))
