@@ -110,10 +110,12 @@ def test_equal_values_are_whitened_to_zero_whatever_their_magnitude(value: float
     assert explained_variance(torch.zeros_like(x), x, mask, lambda x: x) == 0
 
 
-def test_small_differences_beside_a_large_mean_are_whitened() -> None:
-    x = 1000.3 + torch.tensor([[0.0, 0.01], [0.02, 0.03]])
-    whitened = whiten(x, torch.ones(2, 2, dtype=torch.bool), lambda x: x)
-    assert whitened.var().item() == pytest.approx(1, abs=1e-3)
+@pytest.mark.parametrize(("mean", "deviation"), [(1e3, 0.1), (1e4, 0.1), (1e6, 1.0)])
+def test_differences_of_a_few_roundings_beside_a_large_mean_are_whitened(mean: float, deviation: float) -> None:
+    noise = torch.randn(64, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = (mean + deviation * noise).float()
+    whitened, exact = whiten(x, torch.ones(64, 512, dtype=torch.bool), lambda x: x), x.double()
+    torch.testing.assert_close(whitened.double(), (exact - exact.mean()) / exact.std(), atol=1e-4, rtol=1e-4)
 
 
 def test_equal_large_rewards_teach_reinforce_plus_plus_nothing(random_vectors: RandomVectors) -> None:

@@ -24,27 +24,28 @@ from tlt_lightning.rollout import RolloutBatch
 
 
 def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Return the mean and the unbiased variance of the unmasked tokens of all ranks.
+    """Return the mean and the unbiased variance of the unmasked tokens of all ranks, in float64.
 
-    Two passes, because E[x^2] - E[x]^2 cancels in float32. The variance is 0 with fewer than two tokens, and where the
-    deviations are within the rounding of the mean: equal values of 1000.3 have a mean that is 5e-5 off.
+    Two passes, because E[x^2] - E[x]^2 cancels. The variance is 0 with fewer than two tokens, and where the deviations
+    are within the rounding of the values themselves, as of equal returns that were added up in different orders.
 
     Args:
         x: Values. (B, T)
         mask: Tokens that count. (B, T), bool
         reduce: Sums over ranks.
     """
-    total, count = reduce(torch.stack([fill(x, mask).sum(), mask.sum().to(upcast(x).dtype)])).unbind()
+    rounding, x = 4 * torch.finfo(upcast(x).dtype).eps, x.double()
+    total, count = reduce(torch.stack([fill(x, mask).sum(), mask.sum().double()])).unbind()
     mean = total / count.clamp(min=1)
-    variance = reduce(fill((upcast(x) - mean).square(), mask).sum()) / (count - 1).clamp(min=1)
-    rounding = 16 * torch.finfo(mean.dtype).eps * mean.abs()
-    return mean, torch.where(variance > rounding.square(), variance, 0.0)
+    variance = reduce(fill((x - mean).square(), mask).sum()) / (count - 1).clamp(min=1)
+    return mean, torch.where(variance > (rounding * mean).square(), variance, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, reduce: Reduce) -> Tensor:
     """Scale unmasked tokens of all ranks to mean 0, variance 1; masked or equal ones become 0."""
     mean, variance = global_moments(x, mask, reduce)
-    return fill((x - mean) * torch.rsqrt(variance + 1e-8), mask & (variance > 0))
+    whitened = (x.double() - mean) * torch.rsqrt(variance + 1e-8)
+    return fill(whitened, mask & (variance > 0)).to(upcast(x).dtype)
 
 
 def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
