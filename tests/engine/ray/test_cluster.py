@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common.cheap_engine import CheapEngine
 from tests.support.ranks.rank_processes import run_ranks
-from tlt_lightning import RayEngine, VLLMEngine
+from tlt_lightning import RayEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import remote_host
 
@@ -97,6 +97,11 @@ def test_ranks_have_equally_many_engines(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (engine.num_hosts, engine.max_num_seqs) == (3, 24)
     with pytest.raises(ValueError, match="`num_engines` is 3, and must be a multiple of the 2 ranks"):
         RayEngine(CheapEngine(), num_engines=3).setup("", max_model_len=32, seed=0)
+
+
+def test_an_engine_that_writes_with_the_trainers_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="`engine` TransformersEngine writes with the trainer's own policy"):
+        RayEngine(TransformersEngine())
 
 
 def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

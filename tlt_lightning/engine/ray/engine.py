@@ -48,6 +48,11 @@ class RayEngine(RolloutEngine):
         if importlib.util.find_spec("ray") is None:
             raise ImportError("`RayEngine` needs Ray: `pip install tlt-lightning[ray]`.")
         self.engine = engine = usual_engine() if engine is None else engine
+        if type(engine).attach is not RolloutEngine.attach:
+            raise ValueError(
+                f"`engine` {type(engine).__name__} writes with the trainer's own policy, which a process of Ray's does "
+                "not have: install vLLM and give a `VLLMEngine`, or leave `RayEngine` out."
+            )
         self.num_engines, self.address = num_engines, address
         self.gpus_per_engine = gpus_per_engine
         self.can_stop, self.seeds_requests = engine.can_stop, engine.seeds_requests
