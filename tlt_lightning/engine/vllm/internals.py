@@ -34,9 +34,9 @@ def installed_version() -> Version:
     )
 
 
-def check_version(version: Version | None = None) -> None:
+def check_version() -> None:
     """Raise ImportError unless the installed vLLM is a version that tests cover."""
-    version = version or installed_version()
+    version = installed_version()
     if not OLDEST <= Version(version.base_version) < NEWEST:
         raise ImportError(
             f"vLLM {version} is installed, but tlt_lightning supports vLLM {SUPPORTED}; install one of those."

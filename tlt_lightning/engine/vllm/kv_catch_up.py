@@ -15,9 +15,15 @@ from torch import Tensor
 
 from tlt_lightning.engine.vllm.internals import reach
 
+MAX_STEPS = 16
+"""Steps after which the head catches up though speculation is still off: bounds the time it takes."""
+
+MAX_TOKENS = 1024
+"""Tokens after which it does, or those of the largest batch if more; 21 KB of hidden states each (7B policy)."""
+
 
 class KVCatchUp:
-    """Keeps hidden states of the tokens that the head skipped, of at most `max_steps` steps.
+    """Keeps hidden states of the tokens that the head skipped, of at most `MAX_STEPS` steps.
 
     A step costs three small copies into one buffer on the device, no allocation, no wait. Large batches fill the buffer
     sooner: from a few hundred tokens on, catching up takes longer with each token, and waiting for more saves nothing.
@@ -25,15 +31,12 @@ class KVCatchUp:
     Args:
         model: The drafter, vLLM's `Eagle3LlamaForCausalLM` with one layer, or a block head.
         max_batch_size: Most requests of a step.
-        max_steps: Steps after which the head catches up though speculation is still off: bounds the time it takes.
-        max_tokens: Tokens after which it does, or `max_batch_size` if more; 21 KB of hidden states each (7B policy).
     """
 
-    def __init__(self, model: Any, max_batch_size: int, max_steps: int = 16, max_tokens: int = 1024) -> None:
+    def __init__(self, model: Any, max_batch_size: int) -> None:
         check_catches_up(model)
         self.model = model
-        self.max_steps = max_steps
-        self.max_tokens = max(max_tokens, max_batch_size)
+        self.max_tokens = max(MAX_TOKENS, max_batch_size)
         self.num_flushes = 0
         self._steps: list[Sequence[str]] = []  # the requests of each step
         self._num_tokens = 0
@@ -45,7 +48,7 @@ class KVCatchUp:
 
     def has_room(self, batch_size: int) -> bool:
         """Return False if the head must catch up before a step of `batch_size` requests."""
-        return len(self._steps) < self.max_steps and self._num_tokens + batch_size <= self.max_tokens
+        return len(self._steps) < MAX_STEPS and self._num_tokens + batch_size <= self.max_tokens
 
     def add(
         self,

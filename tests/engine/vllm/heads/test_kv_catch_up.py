@@ -44,7 +44,7 @@ def flush(catch_up: KVCatchUp, alive: str) -> None:
 
 
 def test_what_was_missed_is_written_once_for_those_still_there(written: list[tuple[torch.Tensor, ...]]) -> None:
-    catch_up = KVCatchUp(None, max_batch_size=4, max_steps=3, max_tokens=100)
+    catch_up = KVCatchUp(None, max_batch_size=4)
     for alive, expected in [
         ("abc", [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("c", 2)]),
         ("ac", [("a", 1), ("c", 1), ("a", 2), ("c", 2)]),
@@ -88,21 +88,20 @@ def test_rows_in_order_need_no_index(written: list[tuple[torch.Tensor, ...]]) ->
     assert written[0][1].tolist() == [7, 8]
 
 
-def test_room_ends_with_steps_or_with_tokens_but_a_batch_always_fits() -> None:
-    def steps(batch_size: int, max_tokens: int) -> int:
-        catch_up = KVCatchUp.__new__(KVCatchUp)
-        catch_up.max_steps, catch_up.max_tokens = 16, max(max_tokens, 4)
-        catch_up._steps, catch_up._num_tokens = [], 0
+def test_room_ends_with_steps_or_with_tokens_but_a_batch_always_fits(written: list[tuple[torch.Tensor, ...]]) -> None:
+    def steps(batch_size: int, max_batch_size: int = 1024) -> int:
+        catch_up = KVCatchUp(None, max_batch_size)
         while catch_up.has_room(batch_size):
             catch_up._steps.append([])
             catch_up._num_tokens += batch_size
         return len(catch_up._steps)
 
-    assert [steps(1, 1024), steps(64, 1024), steps(128, 1024), steps(1024, 1024), steps(4, 1)] == [16, 16, 8, 1, 1]
+    assert [steps(1), steps(64), steps(128), steps(1024), steps(1500, 1500)] == [16, 16, 8, 1, 1]
 
 
 def test_the_buffer_is_used_again(written: list[tuple[torch.Tensor, ...]]) -> None:
-    catch_up = KVCatchUp(None, max_batch_size=2, max_tokens=4)
+    catch_up = KVCatchUp(None, max_batch_size=2)
+    catch_up.max_tokens = 4
     places = set()
     for step in range(1, 6):
         if not catch_up.has_room(2):
