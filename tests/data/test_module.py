@@ -81,6 +81,14 @@ def test_a_callback_changes_the_sampling_of_an_iteration(policy_path: str, promp
     assert trainer.callback_metrics["mismatch/logp_abs_diff"] < 1e-5
 
 
+def test_filters_that_a_callback_begins_with_are_warned_of_once(
+    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change = Change("on_train_epoch_start", lambda n: {"sampling": Sampling(max_tokens=4, top_p=1 - 0.1 * n)})
+    make_trainer(tmp_path, change, max_epochs=3).fit(make_module(policy_path), make_data(prompts_path))
+    assert caplog.text.count("cuts the distribution") == caplog.text.count("(`top_p` 0.9) cuts") == 1
+
+
 @pytest.mark.parametrize(
     ("hook", "change", "message"),
     [

@@ -393,6 +393,8 @@ class RolloutDataModule(PolicyDataModule):
                     f"A callback gave `data.sampling` {self.sampling.max_tokens} `max_tokens`, and the run has made "
                     f"room for {self._most_tokens}: begin with the most that it will need."
                 )
+            if self.sampling.filters.keys() - self._run_with["sampling"].filters.keys():
+                warn_of_filters(self.sampling)
             self._run_with["sampling"] = self.sampling
             self._settings = replace(self._settings, sampling=self.sampling)
             self._settings.check(self._module.objective, self._trainer)
