@@ -121,6 +121,7 @@ def test_few_texts_that_come_again_in_other_company_are_learned_from_or_held_out
             learned |= {int(item.input_ids[1]) for item in buffer.training}
             judging |= {int(item.input_ids[1]) for item in buffer.held_out}
         assert len(buffer.held_out) >= 2
+    assert len(buffer.held_out) == 8
     assert learned | judging == {*texts}
     assert learned & judging == set()
 

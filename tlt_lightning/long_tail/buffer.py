@@ -19,6 +19,9 @@ from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText, choose_r
 
 log = logging.getLogger(__name__)
 
+FEWEST = 8
+"""Texts that judge a drafter where a few come at a time: the error of a gain on two hides all but a large one."""
+
 
 class DrafterBuffer:
     """Holds the newest iteration's sequences, and long ones of the iteration before.
@@ -80,8 +83,8 @@ class DrafterBuffer:
 
         Some of every length are kept where not all fit, as those of `request` do; those too short for a draft are
         dropped. No sequences change nothing. With a single prompt, sequences of it are held out. Texts that
-        `come_again` among others are held out by their own hash alone, however few that are; up to two of earlier ones
-        stay in their place. Tensors must not be views of larger ones, or the bound would not hold.
+        `come_again` among others are held out by their own hash alone, however few that are; up to `FEWEST` of earlier
+        ones stay in their place. Tensors must not be views of larger ones, or the bound would not hold.
         """
         sequences = [sequence for sequence in sequences if num_entries(len(sequence))]
         if not sequences:
@@ -91,7 +94,7 @@ class DrafterBuffer:
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]
         if come_again:
-            held_out = [*held_out, *self._held_out][: max(2, len(held_out))]
+            held_out = [*held_out, *self._held_out][: max(FEWEST, len(held_out))]
         previous = [sequence for sequence in self._newest if not held & {prompt_key(sequence), text_key(sequence)}]
         self._fill(newest, previous, held_out)
         if newest and not self._newest:
