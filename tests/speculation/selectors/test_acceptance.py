@@ -131,3 +131,9 @@ def test_what_was_measured_of_a_new_head_is_believed_until_other_things_are_seen
     for _ in range(50):
         estimator.update(1, (1,) * 4)
     assert estimator.probability(1) < 0.05
+
+
+def test_a_later_draft_that_fewer_texts_have_may_have_been_accepted_more_often() -> None:
+    estimator = AcceptanceEstimator(longest_draft=3)
+    estimator.expect([0.4, 0.6, 0.3])
+    assert [estimator.probability(position) for position in (1, 2, 3)] == pytest.approx([0.4, 1, 0.5], abs=0.06)

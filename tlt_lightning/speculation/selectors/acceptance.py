@@ -72,9 +72,12 @@ class AcceptanceEstimator:
         self._cache.clear()
 
     def expect(self, accepted: Sequence[float]) -> None:
-        """Take over what was measured: how often the k-th draft and all before it are accepted."""
+        """Take over what was measured: how often the k-th draft and all before it are accepted.
+
+        Fewer texts have later drafts, so that a share may be larger than the one before it.
+        """
         for index, (before, now) in enumerate(pairwise([1.0, *accepted[: len(self._means)]])):
-            self._means[index] = now / before if before else 0.0
+            self._means[index] = min(1.0, now / before) if before else 0.0
             self._seen[index] = max(self._seen[index], 10 * PRIOR_STRENGTH)
         self._cache.clear()
 
