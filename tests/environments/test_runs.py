@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import Paths
 from tests.support.rl_runs import Recorder, make_data, make_engine, make_module, make_trainer, weights
-from tlt_lightning import AsyncRollout, DynamicSampling, FixedSelector, LoRA, Sampling, Speculation, VLLMEngine
+from tlt_lightning import (
+    AsyncRollout,
+    DynamicSampling,
+    FixedSelector,
+    LoRA,
+    PartialRollout,
+    Sampling,
+    Speculation,
+    TransformersEngine,
+    VLLMEngine,
+)
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.policy import load_policy, load_tokenizer, response_logps
 
@@ -163,6 +174,22 @@ def test_a_run_that_was_saved_between_iterations_goes_on_to_the_bit(
     )
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
+
+
+def test_without_its_environment_no_conversation_that_waited_goes_on(paths: Paths) -> None:
+    recorder, schedule = Recorder(), PartialRollout(1.0)
+    begun = make_trainer(paths[2], max_epochs=1)
+    data = make_data(paths[1], TransformersEngine(batch_size=5), **settings(schedule=schedule))
+    begun.fit(make_module(paths[0]), data)
+    begun.save_checkpoint(paths[2] / "one.ckpt")
+    assert any(response.observed for group in data.backlog.deferred for response in group.responses)
+    data = make_data(paths[1], sampling=Sampling(max_tokens=24), schedule=schedule)
+    trainer = make_trainer(paths[2], recorder, max_epochs=3)
+    trainer.fit(make_module(paths[0]), data, ckpt_path=str(paths[2] / "one.ckpt"))
+    learned = [rollout for rollouts in recorder.rollouts for rollout in rollouts]
+    assert {rollout.response.request_id // 4 for rollout in learned} >= {*range(4, 8)}  # they waited
+    assert not any(rollout.response.observed for rollout in learned)
+    assert min(min(rollout.response.policy_versions) for rollout in learned) == 2
 
 
 class Demanding(Counting):

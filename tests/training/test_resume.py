@@ -9,11 +9,19 @@ import pytest
 from tests.conftest import save_policy
 from tests.support.rl_runs import evenness, make_data, make_module, make_trainer
 from tlt_lightning import PartialRollout, RewardTerm, Sampling, TailBatching
+from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.policy import load_policy
 from tlt_lightning.training.resume import check_networks, warn_of_choices
 
 TERM = RewardTerm(function=evenness)
+
+
+class Game:
+    def reset(self) -> None: ...
+
+    def step(self, text: str) -> str | None:
+        return None
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,8 @@ TERM = RewardTerm(function=evenness)
         ({"schedule": TailBatching(0.5)}, GRPO(), "data.schedule.init_args.extra was 0.25 and is 0.5."),
         ({"schedule": None}, GRPO(), "data.schedule was {'class_path': 'tlt_lightning.schedules.tail_batching."),
         ({"schedule": PartialRollout(0.25)}, GRPO(), "partial_rollout.PartialRollout."),
+        ({"turns": TurnLimits(most=3)}, GRPO(), "data.turns.most was 8 and is 3."),
+        ({"environment": Game}, GRPO(), "data.environment was None and is tests.training.test_resume.Game."),
         ({}, GRPO(entropy_coef=0.1), "model.objective.init_args.entropy_coef was 0.0 and is 0.1."),
         (
             {"sampling": Sampling(max_tokens=16)},

@@ -299,7 +299,10 @@ class RolloutDataModule(PolicyDataModule):
         else:
             engine, means = self.engine.state_dict(), self.answer_lengths.means
             start = IterationStart(self.cursor.position, self.backlog.deferred, means, engine)
-        own = {"engine": start.engine, **self.backlog.state_dict(start.deferred)}
+        deferred = start.deferred
+        if self._environments is not None:  # they are not saved: conversations with them begin anew
+            deferred = [replace(group, responses=()) for group in deferred]
+        own = {"engine": start.engine, **self.backlog.state_dict(deferred)}
         ranks = [own] if self._trainer.interrupted else gather_over_ranks(self._trainer, own)  # others may not come
         return {
             "cursor": start.position,
@@ -332,7 +335,7 @@ class RolloutDataModule(PolicyDataModule):
         saved, now = state_dict["settings"], self._kept_settings
         if saved[PROMPTS] == now[PROMPTS]:  # prompts are known by number: those of other data are others
             self.answer_lengths.means = state_dict["mean_lengths"]
-            # Environments are not saved: conversations with them begin anew.
+            # What was written without an environment is no conversation with one.
             max_tokens = self.sampling.max_tokens if self._environments is None else 0
             self.backlog.load(ranks, rank, num_ranks, group_size=self.group_size, max_tokens=max_tokens)
         warn_of_changes(saved, now)

@@ -19,7 +19,7 @@ PROMPTS = "checksum of the training prompts"
 
 _CHOICES = {
     "model": ("objective", "reference", "lr_scheduler"),
-    "data": ("rewards", "sampling", "schedule", "dynamic_sampling"),
+    "data": ("rewards", "environment", "turns", "sampling", "schedule", "dynamic_sampling"),
 }
 """Arguments of module and data module that decide what is written and what is learned from it."""
 
@@ -140,7 +140,7 @@ def warn_of_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def warn_of_choices(checkpoint: Mapping[str, Any], module: L.LightningModule, data: L.LightningDataModule) -> bool:
-    """Warn of each changed choice of objective, rewards, sampling and schedule, by the descriptions in a checkpoint.
+    """Warn of each changed choice of what is written and learned, by the descriptions in a checkpoint.
 
     A checkpoint without descriptions warns of nothing.
 
