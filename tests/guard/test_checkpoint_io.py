@@ -92,10 +92,15 @@ def test_what_cannot_be_read_is_named_with_what_lies_beside_it(tmp_path: Path) -
         torch.save(content, tmp_path / "epoch=2.ckpt")
         with pytest.raises(ValueError, match=f"cannot be read: no Trainer has written it; .*{beside}"):
             io.load_checkpoint(tmp_path / "epoch=2.ckpt", weights_only=True)
+    (tmp_path / "last.ckpt").symlink_to("epoch=2.ckpt")
+    whole = (tmp_path / "epoch=2.ckpt").read_bytes()
+    for content in (whole, whole[:300]):  # what is linked to lies beside the link, and is what cannot be read
+        (tmp_path / "epoch=2.ckpt").write_bytes(content)
+        with pytest.raises(ValueError, match=r"last.ckpt' .*Beside it lie [^,]*epoch=1.ckpt\."):
+            io.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     (tmp_path / "epoch=2.ckpt").unlink()
     with pytest.raises(FileNotFoundError, match=f"epoch=2.ckpt' does not exist, or links to what does not. {beside}"):
         io.load_checkpoint(tmp_path / "epoch=2.ckpt")
-    (tmp_path / "last.ckpt").symlink_to("epoch=2.ckpt")
     with pytest.raises(FileNotFoundError, match=f"last.ckpt' does not exist, or links to what does not. {beside}"):
         io.load_checkpoint(tmp_path / "last.ckpt")
 

@@ -236,7 +236,7 @@ def remove_leftovers(folder: Path) -> None:
 def _others(path: Path) -> str:
     """Return the end of a message: the checkpoints beside `path`, the latest first."""
     found = [*path.parent.glob("*.ckpt"), *path.parent.glob("earlier_*/*.ckpt")]
-    files = [other for other in found if other.is_file() and other.stat().st_size]
-    files = [file for file in files if not file.is_symlink() and file != path]
+    files = [file for file in found if zipfile.is_zipfile(file) and not file.is_symlink()]
+    files = [file for file in files if file.resolve() != path.resolve()]
     names = [str(file) for file in sorted(files, key=lambda file: -file.stat().st_mtime)[:5]]
     return f". Beside it lie {', '.join(names)}." if names else "; no other checkpoint lies beside it."
