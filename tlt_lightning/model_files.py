@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,24 @@ HOW_TO_SAVE = (
     "Save model and tokenizer into one folder with `save_pretrained`, a model of PEFT after `merge_and_unload()`: "
     "its own folder would hold the adapter alone."
 )
+
+
+_SAMPLES, _SAMPLE_BYTES = 64, 2**14
+
+
+def checksum_of_weights(path: str) -> int:
+    """Return a number that tells the weights at `path` from others, by the sizes of their files and samples of each."""
+    from transformers.utils import cached_file
+
+    number, folder = 0, Path(str(cached_file(path, "config.json"))).parent
+    for each in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = each.stat().st_size
+        number = zlib.crc32(repr(size).encode(), number)
+        with open(each, "rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(size * sample // _SAMPLES)
+                number = zlib.crc32(file.read(_SAMPLE_BYTES), number)
+    return number
 
 
 def read_config(path: str, argument: str = "policy") -> PretrainedConfig:

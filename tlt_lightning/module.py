@@ -109,6 +109,7 @@ class RLModule(L.LightningModule):
         self._reference: Reference | None = None
         self._loaded_with: NetworkSettings | None = None
         self._frozen: frozenset[str] = frozenset()  # weights that are never trained, and in no checkpoint
+        self._checksums: dict[str, int] = {}  # of the files that these and a reference come from
         self._resumed_optimizer = optimization.ResumedOptimizer()
 
         self.iteration_log = IterationLog()
@@ -231,7 +232,7 @@ class RLModule(L.LightningModule):
         is_half = trainer is not None and trainer.precision == "bf16-mixed"
         networks = self._loaded_with.load(self.objective, sharding, is_half=is_half)
         self.policy, self.critic, self._reference = networks.policy, networks.critic, networks.reference
-        self._frozen = frozen_names(self)
+        self._frozen, self._checksums = frozen_names(self), self._loaded_with.checksums(self.objective)
 
     @property
     def networks(self) -> Networks:
@@ -372,7 +373,8 @@ class RLModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._resumed_optimizer.save(checkpoint)
         path = self._policy_origin
-        checkpoint["policy"] = {"path": path, "lora": None if self.lora is None else asdict(self.lora)}
+        lora = None if self.lora is None else asdict(self.lora)
+        checkpoint["policy"] = {"path": path, "lora": lora, "checksums": self._checksums}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]["policy"] = path
         for kind in (L.LightningModule, L.LightningDataModule):
             checkpoint.setdefault(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})["_instantiator"] = INSTANTIATOR
@@ -388,9 +390,8 @@ class RLModule(L.LightningModule):
         restore_frozen(self._frozen, checkpoint, self)
         resume.check_networks(checkpoint, self.lora, self.state_dict())
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            resume.warn_of_changes(
-                {"model.policy": checkpoint["policy"]["path"]}, {"model.policy": self._policy_origin}
-            )
+            saved, now = checkpoint["policy"], {"model.policy": self._policy_origin, **self._checksums}
+            resume.warn_of_changes({**now, "model.policy": saved["path"], **saved.get("checksums", {})}, now)
             data: L.LightningDataModule = self.trainer.datamodule  # type: ignore[attr-defined]
             is_another = resume.warn_of_choices(checkpoint, self, data)
             is_usual = type(self).configure_optimizers is RLModule.configure_optimizers

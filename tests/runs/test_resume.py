@@ -15,10 +15,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from tests.conftest import Paths
+from tests.conftest import Paths, save_policy
 from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer, weights
 from tlt_lightning import LoRA, RLModule, RolloutCallback, Sampling, TailBatching
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.objectives.kl import KLPenalty
 from tlt_lightning.training import optimization
 
 pytestmark = pytest.mark.slow
@@ -279,6 +280,27 @@ def test_another_policy_on_resume_is_named(paths: Paths, caplog: pytest.LogCaptu
     other = shutil.copytree(paths[0], paths[2] / "other")
     run((str(other), *paths[1:]), ckpt=path)
     assert f"model.policy was {paths[0]} and is {other}" in caplog.text
+
+
+@pytest.mark.parametrize("kept", ["policy", "reference", None])
+def test_other_weights_that_no_checkpoint_holds_are_named_on_resume(
+    kept: str | None, paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_policy(paths[2] / "policy")
+    penalized = GRPO(loss_kl=KLPenalty(coef=0.1))
+    module: dict[str, Any] = {
+        "policy": {"lora": LoRA(rank=4)},
+        "reference": {"objective": penalized, "reference": str(folder)},
+        None: {},
+    }[kept]
+    places = (paths[0] if kept == "reference" else str(folder), *paths[1:])
+    path = checkpoint_of(places, module=module)
+    with caplog.at_level(logging.WARNING):
+        run(places, ckpt=path, module=module, max_epochs=1)
+        assert "goes on otherwise" not in caplog.text
+        save_policy(folder, seed=1)
+        run(places, ckpt=path, module=module, max_epochs=1)
+    assert (f"checksum of the weights of model.{kept} was" in caplog.text) is (kept is not None)
 
 
 def test_states_of_8_bits_resume_exactly_with_rates_that_are_tensors(

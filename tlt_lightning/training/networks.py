@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tlt_lightning.adapters import LoRA
 from tlt_lightning.hidden_states import BatchTap
+from tlt_lightning.model_files import checksum_of_weights
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.packed_pass import can_pack
@@ -173,6 +174,17 @@ class NetworkSettings:
                     type(objective).__name__,
                 )
         return Networks(model, critic, reference)
+
+    def checksums(self, objective: PolicyObjective) -> dict[str, int]:
+        """Return a number for the files of each model whose weights stay as they are, and are in no checkpoint."""
+        paths = {"reference": self.reference if objective.uses_reference else None}
+        if self.lora is not None or (objective.uses_reference and self.reference is None):
+            paths["policy"] = self.policy
+        return {
+            f"checksum of the weights of model.{name}": checksum_of_weights(path)
+            for name, path in paths.items()
+            if path
+        }
 
     def check_loaded(self, loaded: NetworkSettings, networks: Networks, objective: PolicyObjective) -> None:
         """Raise ValueError unless these are the networks that an earlier run has loaded, and all that are needed."""
