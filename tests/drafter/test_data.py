@@ -187,6 +187,25 @@ def test_another_learning_rate_on_resume_is_used_as_if_it_had_been_there(
     assert rest == pytest.approx(whole[len(whole) // 2 :])
 
 
+def test_texts_that_come_otherwise_on_resume_are_named(
+    policy: str, completions: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(max_epochs: int, ckpt_path: Path | None = None, **settings: Any) -> L.Trainer:
+        trainer = make_trainer(tmp_path, max_epochs=max_epochs, limit_val_batches=0)
+        data = DrafterDataModule(completions, **{"num_tokens": 128, **settings})
+        trainer.fit(make_module(policy), data, ckpt_path=ckpt_path, weights_only=True)
+        return trainer
+
+    path = tmp_path / "one.ckpt"
+    fit(1).save_checkpoint(path)
+    fit(2, path)
+    assert "goes on otherwise" not in caplog.text
+    fit(2, path, num_tokens=256)
+    assert "wrote the checkpoint: data.num_tokens was 128 and is 256." in caplog.text
+    fit(2, path, val_share=0.5)
+    assert "data.val_share was 0.1 and is 0.5; tokens of the training texts was" in caplog.text
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused_in_words(policy: str, completions: str, tmp_path: Path) -> None:
     trainer, data = make_trainer(tmp_path, max_epochs=1), DrafterDataModule(completions, num_tokens=128)
     trainer.fit(make_module(policy), data)

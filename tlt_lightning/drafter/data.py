@@ -21,6 +21,7 @@ from tlt_lightning.drafter.texts.stream import PackStream
 from tlt_lightning.drafter.texts.texts import split_by_prompt, texts_in
 from tlt_lightning.guard.callback import protect
 from tlt_lightning.ranks.liveness import Liveness
+from tlt_lightning.training.resume import warn_of_changes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,6 +124,23 @@ class DrafterDataModule(L.LightningDataModule):
         reader = StateReader(self.target, self._drafter.layer_ids, self.num_tokens)
         trainer: Any = self.trainer
         return PackStream(texts, reader, self.num_tokens, trainer.global_rank, trainer.world_size, begin_epoch)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"settings": self._kept_settings}
+
+    @property
+    def _kept_settings(self) -> dict[str, float]:
+        """Settings that a resumed run must not change to read each text once, and none of those held out."""
+        trainer: Any = self.trainer
+        own = {f"data.{name}": getattr(self, name) for name in ("num_tokens", "val_share", "seed")}
+        num_tokens = sum(len(text.ids) for text in self.train_texts)
+        return {"number of workers": trainer.world_size, **own, "tokens of the training texts": num_tokens}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            warn_of_changes(state_dict["settings"], self._kept_settings)
 
     @override
     def teardown(self, stage: str) -> None:
