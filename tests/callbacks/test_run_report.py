@@ -1,7 +1,9 @@
 import json
 import os
 import platform
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -204,6 +206,18 @@ def test_the_page_is_there_while_the_run_goes_on(tmp_path: Path) -> None:
     assert len(detail["completions"]) == 2
     assert {"policy", "objective"}.isdisjoint(last["facts"])  # the module of this test has neither
     assert "torch" in last["facts"]["versions"]
+
+
+def test_pages_of_a_long_run_take_no_more_time_an_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, shown = RunReport(str(tmp_path)), list[int]()
+    monkeypatch.setattr(report, "_write_page", lambda trainer, state: shown.append(len(report.history)))
+    trainer: Any = SimpleNamespace(fast_dev_run=False, is_global_zero=True)
+    module: Any = SimpleNamespace(iteration_log=SimpleNamespace(laps_by_rank=[], by_rank=[], laps_by_engine={}))
+    for iteration in range(1, 5001):
+        report.on_iteration_end(trainer, module, iteration, {"reward/mean": 0.5})
+        assert sum(shown) <= 500 * iteration
+    assert shown[:500] == [*range(1, 501)]
+    assert max(after - before for before, after in pairwise(shown)) < 20
 
 
 def test_failing_validation_alone_writes_no_report(tmp_path: Path) -> None:

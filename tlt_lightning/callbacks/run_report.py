@@ -42,12 +42,16 @@ SUMMARIZED = {
 }
 """Values of the last iteration in `summary.json`, and the metric that each comes from."""
 
+_EACH = (
+    500  # iterations of which each has a page; of later ones fewer have, for a page takes the longer, the more it shows
+)
+
 History = Mapping[int, Mapping[str, float]]
 """The metrics by iteration."""
 
 
 class RunReport(RolloutCallback):
-    """Writes `report.html` after every iteration, `summary.json` at the end, and says where files lie.
+    """Writes `report.html` after iterations, `summary.json` at the end, and says where files lie.
 
     The page is one file that opens from disk: reward, accuracy, lengths, where each second went, how old the text is
     that is learned from, speculation, and of up to 24 iterations the rollout from inside, the seconds of each rank
@@ -148,7 +152,8 @@ class RunReport(RolloutCallback):
         self.details = {number: self.details[number] for number in sorted(kept_details(self.details))}
         self._timeline.clear()
         self._completions = []
-        self._write_page(trainer, "running")
+        if iteration % (1 + iteration // _EACH) == 0:
+            self._write_page(trainer, "running")
 
     # At its end
 
