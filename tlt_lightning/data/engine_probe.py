@@ -34,7 +34,7 @@ class EngineProbe:
     """
 
     def __init__(self) -> None:
-        self._done: set[tuple[bool, int]] = set()
+        self._last: tuple[bool, int] | None = None  # with or without a drafter, and version of the weights
 
     def requests(self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Request]:
         """Return what to ask of an engine that has taken weights amid what it writes: one for each host at least.
@@ -62,9 +62,9 @@ class EngineProbe:
         """
         has_new_drafter = engine.drafter_version >= 0
         point = has_new_drafter, engine.policy_version if engine.runs_on else 0
-        if point in self._done or not _tells(sampling):
+        if point == self._last or not _tells(sampling):
             return False
-        self._done.add(point)
+        self._last = point
         if engine.compute_dtype == "fp8" and getattr(trainer.lightning_module.objective, "correction", None) is None:
             log.warning(
                 "The engine writes in %s, and the objective corrects for nothing: leave `objective.correction` at its "
