@@ -120,6 +120,8 @@ REQUIRED: dict[str, str] = {
     "v1.sample.rejection_sampler": (
         "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to); _expand"
     ),
+    "model_executor.layers.vocab_parallel_embedding": "get_masked_input_and_mask",
+    "v1.worker.gpu_model_runner": "update_num_computed_tokens_for_batch_change",
     "v1.sample.ops.logprobs": "batched_count_greater_than",
     "v1.sample.sampler": "batched_count_greater_than",
     "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (

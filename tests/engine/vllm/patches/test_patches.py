@@ -7,7 +7,9 @@ import ctypes
 import importlib
 import struct
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -24,8 +26,8 @@ from tlt_lightning.engine.vllm import internals
 from tlt_lightning.engine.vllm.patches import (
     PATCHES,
     asleep_free,
+    cpu_compiled,
     cpu_experts,
-    cpu_logprob_compile,
     cpu_temperatures,
     cpu_tied_head,
     cublas_workspaces,
@@ -69,16 +71,28 @@ def test_vllm_loses_the_temperatures_of_drafts_and_the_repair_does_not(cpu_build
 
 
 @pytest.mark.vllm
-def test_vllm_compiles_the_rank_of_a_token_and_the_repair_does_not(cpu_build: None) -> None:
+def test_vllm_compiles_what_takes_microseconds_and_the_repair_does_not(cpu_build: None) -> None:
+    from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import logprobs
+    from vllm.v1.worker import gpu_model_runner
 
-    numbers, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2.0]])
-    with cpu_logprob_compile.PATCH.applied(), torch.compiler.set_stance("fail_on_recompile"):
+    def call_all() -> Iterator[Callable[[], Any]]:
         for module in (logprobs, sampler):
-            assert module.batched_count_greater_than(numbers, values).tolist() == [2]
-    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
-        sampler.batched_count_greater_than(numbers, values)
+            yield partial(module.batched_count_greater_than, torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2.0]]))
+        yield partial(vocab_parallel_embedding.get_masked_input_and_mask, torch.tensor([5, 12]), 8, 16, 0, 16, 16)
+        numbers = [torch.tensor([each]) for each in (0, 0, 2, 3, 9)]
+        yield partial(gpu_model_runner.update_num_computed_tokens_for_batch_change, counts, *numbers)
+
+    counts = torch.tensor([4])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with cpu_compiled.PATCH.applied():
+            rank, same, (masked, _), _ = [call() for call in call_all()]
+        assert (rank.tolist(), same.tolist(), masked.tolist()) == ([2], [2], [0, 4])
+        assert counts.tolist() == [6]
+        for call in call_all():
+            with pytest.raises(RuntimeError):
+                call()
 
 
 @pytest.mark.vllm
