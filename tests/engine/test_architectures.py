@@ -6,7 +6,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,22 +36,6 @@ An adaptive drafter trains an EAGLE-3 head or, on a GPU, a DSpark head (`recipes
 """
 
 ROUNDING = 1e-2 if torch.cuda.is_available() else 1e-4  # vLLM's kernels on a GPU take TF32 for float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_classes() -> Iterator[None]:
-    """Spare vLLM a process for each class, in which it would import itself to look at it."""
-    if internals.is_cpu_build():
-        from vllm.model_executor.models.registry import ModelRegistry
-
-        known = dict(ModelRegistry.models)
-        for each in ARCHITECTURES:
-            if each.name in known:
-                ModelRegistry.register_model(each.name, known[each.name].load_model_cls())
-        yield
-        ModelRegistry.models.update(known)
-    else:
-        yield
 
 
 def disagreement(engine: VLLMEngine, policy: torch.nn.Module) -> float:
