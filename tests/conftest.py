@@ -75,9 +75,12 @@ def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overri
 
 
 def starts_ranks(file: Path) -> bool:
-    """Such tests fork ranks from one process that has imported everything; it is one for all that share a worker."""
+    """Such tests fork ranks from one process that has imported everything, or start engines in one cluster of Ray.
+
+    Either is one for all that share a worker.
+    """
     text = file.read_text()
-    return "run_ranks" in text or "forkserver" in text
+    return "run_ranks" in text or "forkserver" in text or "pytest.mark.ray" in text
 
 
 def pytest_configure() -> None:
@@ -114,7 +117,7 @@ def pytest_runtestloop() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests on one worker, and all tests that start ranks."""
+    """Keep a file's tests on one worker, and all tests that start ranks or engines."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
