@@ -42,9 +42,8 @@ SUMMARIZED = {
 }
 """Values of the last iteration in `summary.json`, and the metric that each comes from."""
 
-_EACH = (
-    500  # iterations of which each has a page; of later ones fewer have, for a page takes the longer, the more it shows
-)
+_EACH = 500
+"""Iterations after each of which the page is written; later, after every second, and so on, as it takes longer."""
 
 History = Mapping[int, Mapping[str, float]]
 """The metrics by iteration."""
