@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt_lightning.arguments import NotNegative
 from tlt_lightning.objectives.aggregation import token_mean
-from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, Reduce, fill, require
+from tlt_lightning.objectives.base import Advantages, ObjectiveOutput, Reduce, require
 from tlt_lightning.objectives.composed import ComposedObjective
 from tlt_lightning.objectives.divergence import Divergence
 from tlt_lightning.rollout import RolloutBatch
@@ -66,6 +66,5 @@ class Distillation(ComposedObjective):
         if self.divergence is None:
             return output
         divergence = require(batch.divergence, "divergence", "the policy learns from its teacher by it")
-        divergence = fill(divergence, batch.response_mask.bool())
         loss = output.loss + self.aggregation(divergence, batch)
         return ObjectiveOutput(loss, output.metrics | {"train/divergence": token_mean(divergence, batch).detach()})

@@ -38,10 +38,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     iteration, (B, T) each: the ratio of two variances cannot be averaged over micro-batches.
     """
     mask = mask.bool()
-    values, returns = fill(values, mask), fill(returns, mask)
     _, total = global_moments(returns, mask, reduce)
     _, unexplained = global_moments(returns - values, mask, reduce)
-    return torch.where(total > 0, 1 - unexplained / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
+    return torch.where(total > 0, 1 - unexplained / total, 0.0)
 
 
 @dataclass(kw_only=True)
@@ -78,8 +77,8 @@ class PPO(ComposedObjective):
         if values is None:
             raise ValueError("`values` is None but PPO trains a critic; give the policy a value head.")
         mask = batch.response_mask.bool()
-        old_values = fill(require(batch.values, "values", "the value loss is clipped around them"), mask)
-        returns = fill(require(batch.returns, "returns", "they are the critic's targets"), mask)
+        old_values = require(batch.values, "values", "the value loss is clipped around them")
+        returns = require(batch.returns, "returns", "they are the critic's targets")
         output = super().loss(batch, logps, entropy, values)
         value_loss = token_mean(clipped_value_loss(fill(values, mask), old_values, returns, self.value_clip), batch)
         loss = output.loss + self.value_coef * value_loss

@@ -40,7 +40,5 @@ class SFT(PolicyObjective):
         mask = batch.response_mask.bool()
         losses = -fill(logps, mask)
         if batch.advantages is not None:
-            losses = losses * fill(batch.advantages, mask)
-        return ObjectiveOutput(
-            token_mean(losses, batch), {"train/entropy": token_mean(fill(entropy, mask), batch).detach()}
-        )
+            losses = losses * batch.advantages
+        return ObjectiveOutput(token_mean(losses, batch), {"train/entropy": token_mean(entropy, batch).detach()})
