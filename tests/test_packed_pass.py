@@ -12,7 +12,7 @@ from tests.test_policy import make_batch
 from tlt_lightning import LoRA
 from tlt_lightning.engine.architectures import ARCHITECTURES
 from tlt_lightning.hidden_states import BatchTap, HiddenStateRequest
-from tlt_lightning.packed_pass import VARLEN, Pack, can_pack, note_if_packable, register_varlen
+from tlt_lightning.packed_pass import VARLEN, Pack, can_pack, note_if_packable, packed_states, register_varlen
 from tlt_lightning.policy import causal_lm, load_policy, response_logps
 from tlt_lightning.rollout import RolloutBatch
 
@@ -127,6 +127,24 @@ def test_the_rounding_of_a_deep_trunk_in_16_bit_is_no_mixing(tmp_path: Path, mon
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
     trunk.set_attn_implementation("sdpa")
     assert not note_if_packable(trunk)
+
+
+def test_chunks_of_attention_longer_than_the_trial_are_known_by_their_name(policy_path: str) -> None:
+    trunk = load_policy(policy_path).base_model
+    assert can_pack(trunk)
+    assert not can_pack(type(trunk)(trunk.config))  # which nobody has tried
+    trunk.config.layer_types = ["full_attention", "chunked_attention"]
+    assert not note_if_packable(trunk)
+    assert not can_pack(trunk)
+
+
+def test_no_mask_is_made_of_a_pack(policy_path: str) -> None:
+    """A mask is quadratic in the pack's length."""
+    trunk, masks = load_policy(policy_path).base_model, []
+    for layer in trunk.layers:
+        layer.register_forward_pre_hook(lambda _, __, given: masks.append(given["attention_mask"]), with_kwargs=True)
+    packed_states(trunk, Pack.of(torch.ones(2, 4, dtype=torch.long), torch.tensor([2, 4])))
+    assert masks == [None, None]
 
 
 def test_a_pack_lays_sequences_end_to_end_and_takes_them_apart() -> None:

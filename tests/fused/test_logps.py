@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.tensor_sizes import LargestOfWidth
-from tlt_lightning.fused.logps import chosen_logps, rows_per_chunk
+from tlt_lightning.fused.logps import chosen_logps, is_frozen_linear, rows_per_chunk
 from tlt_lightning.policy import token_logps
 
 TEMPERATURE = 0.7
@@ -29,9 +29,11 @@ def test_values_and_gradients_are_those_of_the_formula(dtype: torch.dtype, in_lo
         parts = {"log-probs": logps * weights[0], "entropies": entropy * weights[1]}
         sum(part.sum() for name, part in parts.items() if in_loss in (name, "both")).backward()
         results.append((logps.detach(), entropy.detach(), x.grad))
+    *values, gradients = zip(*results, strict=True)
+    for pair in values:  # in float32 whatever the logits are in
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
-    for pair in zip(*results, strict=True):
-        torch.testing.assert_close(*pair, **tolerance)
+    torch.testing.assert_close(*gradients, **tolerance)
 
 
 def test_tokens_that_cannot_be_chosen_leave_gradients_of_log_probs_numbers() -> None:
@@ -85,6 +87,15 @@ def test_under_autocast_a_frozen_head_computes_as_one_that_is_trained(weights: t
     assert all(torch.equal(*pair) for pair in zip(values, expected, strict=True))
     assert gradient.dtype == other.dtype == weights
     assert (gradient - other).float().norm() < 0.02 * other.float().norm()
+
+
+def test_a_frozen_head_that_is_more_than_a_linear_layer_is_not_taken_for_one() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, states: Tensor) -> Tensor:
+            return 2 * super().forward(states)
+
+    assert is_frozen_linear(frozen_head())
+    assert not is_frozen_linear(Scaled(6, 50).requires_grad_(False))
 
 
 def test_before_a_frozen_head_the_backward_pass_meets_no_vocabulary() -> None:

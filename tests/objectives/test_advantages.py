@@ -37,16 +37,28 @@ def test_a_reward_is_compared_with_its_own_group_of_whatever_size() -> None:
         assert size[groups == group].tolist() == [len(own)] * len(own)
 
 
+def test_leave_one_out_subtracts_the_mean_of_the_others(random_vectors: RandomVectors) -> None:
+    batch = random_vectors(0, group_size=5).batch
+    mask = batch.response_mask.bool()
+    token_rewards = batch.ref_logps * mask
+    advantages, _ = LeaveOneOut()(batch, batch.rewards, token_rewards, lambda x: x)
+    earned = batch.rewards + token_rewards.sum(-1)
+    for row, group in enumerate(batch.groups):
+        others = earned[(batch.groups == group) & (torch.arange(len(batch)) != row)]
+        torch.testing.assert_close(advantages[row], (earned[row] - others.mean()) * mask[row])
+
+
 def test_a_turn_is_judged_by_what_was_earned_from_it_on(random_vectors: RandomVectors) -> None:
     batch = random_vectors(0).batch
-    batch.response_mask = torch.tensor([[1.0, 1, 0, 1, 1]]).expand(2, -1)  # an observation between two turns
-    batch.turn_rewards = torch.tensor([[0.0, 3, 0, 0, 1], [0, 0, 0, 0, 2]])
-    rewards, zeros = torch.tensor([4.5, 2.0]), torch.zeros(2, 5)  # half a point comes from elsewhere
+    batch.response_mask = torch.tensor([[1.0, 1, 0, 1, 1]]).repeat(3, 1)  # an observation between two turns
+    batch.response_mask[2, 1] = 0  # by a callback: what this token earned is the response's
+    batch.turn_rewards = torch.tensor([[0.0, 3, 0, 0, 1], [0, 0, 0, 0, 2], [0, 3, 0, 0, 1]])
+    rewards, zeros = torch.tensor([4.5, 2.0, 4.0]), torch.zeros(3, 5)  # half a point comes from elsewhere
     advantages, _ = WhitenedRewardToGo()(batch, rewards, zeros, lambda x: x)
-    to_go = torch.tensor([4.5, 4.5, 1.5, 1.5, 2, 2, 2, 2])
+    to_go = torch.tensor([4.5, 4.5, 1.5, 1.5, 2, 2, 2, 2, 4, 4, 4])
     kept = advantages[batch.response_mask.bool()]
     torch.testing.assert_close(kept, (to_go - to_go.mean()) / to_go.std(), atol=1e-5, rtol=0)
-    batch.groups = torch.tensor([0, 0])
+    batch.groups = torch.tensor([0, 0, 1])
     of_groups, _ = GroupNormalized()(batch, rewards, zeros, lambda x: x)  # the whole response, by default
     torch.testing.assert_close(of_groups[0].unique(), torch.tensor([0, 0.5**0.5]), atol=1e-5, rtol=0)
 

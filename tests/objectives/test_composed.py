@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from tlt_lightning.objectives import (
     GAE,
     GRPO,
     K1,
+    ClippedRatio,
+    KLEstimator,
     KLPenalty,
     LeaveOneOut,
     MaskedImportance,
     MismatchCorrection,
     PlainPolicyGradient,
     ReinforcePlusPlus,
+    Surrogate,
     TruncatedImportance,
 )
 from tlt_lightning.objectives.correction import effective_sample_size, importance_weights
@@ -54,6 +58,8 @@ def test_the_mismatch_between_engine_and_trainer_is_logged_and_bounded(vectors: 
     assert metrics["mismatch/kl"].item() == pytest.approx(mean(shift.exp() - 1 - shift))
     assert metrics["mismatch/is_weight_mean"].item() == pytest.approx(mean(shift.exp().clamp(max=2)))
     assert metrics["mismatch/ratio_max"].item() == pytest.approx(math.exp(2))
+    surprise = -vectors.logps * batch.response_mask  # its entropy is 0
+    assert metrics["mismatch/surprise_square"].item() == pytest.approx((surprise.square().sum() / counts.sum()).item())
     assert metrics["mismatch/truncated"].item() == pytest.approx(mean((shift > math.log(2)).double()))
     off = GRPO(correction=None).loss(batch, vectors.logps, vectors.entropy, None).metrics
     assert off["mismatch/ratio_max"].item() == pytest.approx(math.exp(2))
@@ -160,6 +166,24 @@ def test_an_objective_tells_the_trainer_what_its_pieces_need() -> None:
     assert [objective.needs_old_logps for objective in needing] == [False, False, True]
 
 
+def test_pieces_are_given_zeros_where_masked(random_vectors: RandomVectors) -> None:
+    vectors = random_vectors(0)
+    batch, given = vectors.batch, list[torch.Tensor]()
+    masked = batch.response_mask == 0
+    for name in ("old_logps", "rollout_logps", "ref_logps", "advantages"):
+        setattr(batch, name, torch.where(masked, torch.nan, vectors.logps))
+
+    class Sees(Surrogate, MismatchCorrection, KLEstimator):
+        def __call__(self, *tensors: torch.Tensor) -> Any:
+            given.extend(each for each in tensors if each.is_floating_point())
+            return (tensors[0], masked) if len(tensors) == 4 else tensors[0]
+
+    objective = GRPO(surrogate=Sees(), correction=Sees(), loss_kl=KLPenalty(estimator=Sees()))
+    objective.loss(batch, vectors.logps, vectors.entropy, None)
+    assert len(given) == 3 + 2 + 2 + 2  # the correction a second time, for its metrics
+    assert all((each[masked] == 0).all() for each in given)
+
+
 @pytest.mark.parametrize("missing", ["old_logps", "advantages", "ref_logps"])
 def test_a_missing_tensor_is_named(missing: str, vectors: SimpleNamespace) -> None:
     vectors.batch.advantages = torch.ones_like(vectors.logps)
@@ -179,6 +203,14 @@ def test_reinforce_descends_the_advantage_times_the_log_prob(vectors: SimpleName
     loss, clipped = PlainPolicyGradient()(vectors.logps, vectors.batch.old_logps, advantages, mask)
     torch.testing.assert_close(loss, -advantages * vectors.logps)
     assert not clipped.any()
+
+
+def test_the_dual_clip_counts_as_clipped() -> None:
+    ratios, advantages = torch.tensor([[0.5, 1.1, 2.9, 3.1, 3.1]]), torch.tensor([[-1.0, -1, -1, -1, 1]])
+    mask = torch.ones_like(ratios).bool()
+    loss, clipped = ClippedRatio(dual_clip=3.0)(ratios.log(), torch.zeros_like(ratios), advantages, mask)
+    torch.testing.assert_close(loss, torch.tensor([[0.8, 1.1, 2.9, 3.0, -1.28]]))
+    assert clipped.tolist() == [[True, False, False, True, True]]
 
 
 @pytest.mark.parametrize(("weight", "kept"), [(0.49, 0), (0.51, 0.51), (4.9, 4.9), (5.1, 0)])

@@ -30,6 +30,13 @@ def test_top_k_counts_all_other_tokens_as_one(beta: float, temperature: float) -
     assert torch.autograd.gradcheck(lambda x: divergence(x, teacher, temperature), own)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_logits_in_16_bit_are_compared_in_float32(top_k: int | None) -> None:
+    half, teacher = logits(0).bfloat16(), logits(1).bfloat16()
+    divergence = Divergence(beta=0.5, top_k=top_k)
+    torch.testing.assert_close(divergence(half, teacher, 0.7), divergence(half.float(), teacher.float(), 0.7))
+
+
 @pytest.mark.parametrize("divergence", EVERY, ids=repr)
 def test_top_k_is_at_most_the_whole_and_grows_to_it(divergence: Divergence) -> None:
     own, teacher = logits(0), logits(1)

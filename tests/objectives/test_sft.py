@@ -53,6 +53,12 @@ def test_the_best_of_each_group_are_imitated(seed: int, above: float, random_vec
         torch.testing.assert_close(objective.loss(scored, vectors.logps, vectors.entropy, None).loss, expected)
 
 
+def test_what_tokens_cost_decides_who_is_best(random_vectors: RandomVectors) -> None:
+    batch = replace(random_vectors(0).batch, response_mask=torch.ones(2, 1), groups=torch.tensor([5, 5]))
+    advantages, _ = BestOfGroup()(batch, torch.ones(2), torch.tensor([[-0.5], [0.0]]), lambda x: x)
+    assert advantages.tolist() == [[0.0], [2.0]]  # one token of two is kept
+
+
 def test_a_group_without_any_reward_teaches_nothing(random_vectors: RandomVectors) -> None:
     batch = random_vectors(0).batch
     batch.rewards = torch.zeros_like(batch.rewards)
