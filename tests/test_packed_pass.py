@@ -145,6 +145,8 @@ def test_no_mask_is_made_of_a_pack(policy_path: str) -> None:
         layer.register_forward_pre_hook(lambda _, __, given: masks.append(given["attention_mask"]), with_kwargs=True)
     packed_states(trunk, Pack.of(torch.ones(2, 4, dtype=torch.long), torch.tensor([2, 4])))
     assert masks == [None, None]
+    trunk(input_ids=torch.ones(1, 4, dtype=torch.long), attention_mask=torch.tensor([[0, 0, 1, 1]]))
+    assert masks[2] is not None  # padded on the left, as for generation, sequences need one
 
 
 def test_a_pack_lays_sequences_end_to_end_and_takes_them_apart() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from tests.support.rollout_loop import make_rollout
 from tlt_lightning.engine.requests import joined
-from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
+from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, Sampling, collate
 
 
 def make_batch() -> RolloutBatch:
@@ -41,6 +41,13 @@ def test_lengths_that_are_not_given_are_the_masks() -> None:
     plain = RolloutBatch(*(getattr(batch, name) for name in RolloutBatch.__slots__[:8]))
     assert plain.response_lengths.tolist() == [3, 2]
     assert plain.temperature == 1.0  # the policy's own distribution, unless somebody says otherwise
+
+
+def test_filters_are_the_settings_that_leave_a_part_of_the_distribution() -> None:
+    assert Sampling().filters == {}
+    given = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_tokens": 2}
+    assert Sampling(**given).filters == given
+    assert Sampling(top_p=0.5).filters == {"top_p": 0.5}
 
 
 def test_a_rollout_that_was_not_scored_has_no_reward() -> None:
@@ -127,8 +134,10 @@ def test_what_an_environment_wrote_is_part_of_the_text_and_of_no_turn_of_the_pol
 
 def test_observations_have_no_mask_and_no_weight_in_the_loss() -> None:
     first, second = rollout(1, 4), rollout(2, 3)
-    first = replace(first, response=conversation())
+    first = replace(first, response=conversation(), turn_rewards=(0.5, 0.0, 0.25))
     batch = collate([first, second], pad_id=0, temperature=1.0)
+    assert batch.turn_rewards is not None
+    assert batch.turn_rewards.tolist() == [[0, 0, 0.5, 0, 0, 0, 0, 0, 0.25], [0.0] * 9]
     assert batch.response_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0, 0]]
     assert batch.response_lengths.tolist() == [9, 3]
     assert batch.observed is not None

@@ -1,8 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tlt_lightning.metrics.iteration_log import IterationLog, combine
-from tlt_lightning.metrics.rollouts import log_rollouts, tail_share
+from tlt_lightning.metrics.rollouts import log_conversation, log_rollouts, tail_share, zero_std_share
 from tlt_lightning.objectives import group_statistics
 from tlt_lightning.rollout import Prompt, Response, Rollout, has_spread
 
@@ -25,7 +27,16 @@ def test_rollout_metrics_count_what_they_say() -> None:
     assert metrics["rollout/truncated"] == 0.25
     assert metrics["reward/mean"] == metrics["reward/score"] == 0.75
     assert metrics["reward/std"] == pytest.approx(torch.tensor([1.0, 1, 0, 1]).std(correction=0).item())
-    assert metrics["reward/zero_std_groups"] == 0.5
+    assert metrics["reward/zero_std_groups"] == zero_std_share(rollouts) == 0.5
+    assert zero_std_share(rollouts[:2]) == 1
+
+
+def test_conversations_are_logged_in_the_mean_and_what_went_wrong_is_counted() -> None:
+    log, names = IterationLog(), ("num_turns", "seconds", "num_calls", "num_failed_calls", "error")
+    for values in ((2, 0.25, 3, 1, None), (4, 0.75, 1, 0, ValueError()), (3, 0.5, 2, 0, None)):
+        log_conversation(log, SimpleNamespace(**dict(zip(names, values, strict=True))))  # type: ignore[arg-type]
+    found = {name.removeprefix("environment/"): value for name, value in combine([log.read()]).items()}
+    assert found == {"turns": 3, "tool_seconds": 0.5, "calls": 6, "failed_calls": 1, "failures": 1}
 
 
 def test_two_ranks_report_what_one_does() -> None:
@@ -86,6 +97,7 @@ def test_tail_share_is_the_time_with_few_unfinished() -> None:
     trace = [(1.0, 20), (2.0, 10), (4.0, 2), (10.0, 0)]
     assert tail_share(trace, 20) == pytest.approx(0.6)
     assert tail_share([], 20) == 0.0
+    assert tail_share(trace[:2], 20) == 0.0  # stopped before few were left
 
 
 @pytest.mark.parametrize(

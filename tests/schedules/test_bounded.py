@@ -197,6 +197,7 @@ def test_with_no_staleness_and_on_an_engine_that_is_stopped_it_is_what_it_says()
     ):
         mine, theirs = run(ours, 3), run(other, 3)
         assert (mine.learned, mine.ages, mine.position) == (theirs.learned, theirs.ages, theirs.position)
+    assert AsyncRollout(1, 5.0).begin(RolloutDemand(wanted=4, iteration=0), ()) == ([], 8)  # what the bound allows
     flags = ("defers", "stops", "continues", "is_asynchronous")
     assert [getattr(AsyncRollout(0), flag) for flag in flags] == [False] * 4
     assert [getattr(AsyncRollout(1), flag) for flag in flags] == [True] * 4

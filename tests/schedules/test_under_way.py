@@ -58,8 +58,12 @@ def test_partial_rollouts_choose_as_soon_as_what_is_due_is_whole_and_then_by_the
 def test_tail_batching_starts_those_with_the_shortest_earlier_answers_and_waits_for_all() -> None:
     tail, demand = TailBatching(0.5), RolloutDemand(wanted=3, iteration=0)
     assert tail.begin(demand, [group(0), group(1)]) == ([], 5)
+    some_rank_has_less = replace(demand, least_deferred=2)
+    assert tail.begin(some_rank_has_less, [group(draw) for draw in range(3)]) == ([], 5)
     groups = [replace(group(draw), expected_tokens=tokens) for draw, tokens in enumerate((30.0, 0.0, 10.0, 50.0, 20.0))]
     assert tail.start(demand, groups) == [1, 2, 4]  # the unknown one counts as 27.5
+    groups = [replace(groups[0], expected_tokens=25.0), *groups[1:]]
+    assert tail.start(demand, groups) == [0, 2, 4]  # and as 26.25, with itself left out
     assert tail.start(demand, [group(draw) for draw in range(5)]) == [0, 1, 2]  # in a first pass nothing is known
     assert tail.choose(demand, groups[:3], [2, 0]) is None
     assert list(tail.choose(demand, groups[:3], [2, 0, 1]) or ()) == [0, 1, 2]
@@ -67,6 +71,11 @@ def test_tail_batching_starts_those_with_the_shortest_earlier_answers_and_waits_
     again, num_fresh = tail.begin(RolloutDemand(wanted=3, iteration=1), waiting)
     assert ([each.draw for each in again], num_fresh) == ([0, 1, 2], 0)
     assert [each.responses for each in again] == [()] * 3  # what another schedule began is written anew
+
+
+def test_requests_of_ranks_that_write_everything_are_apart_and_none_of_trainings() -> None:
+    draws = [[group.draw for group in RolloutUnderWay.of_all(3, 2, rank=rank, num_ranks=2).groups] for rank in (0, 1)]
+    assert draws == [[-1, -3, -5], [-2, -4, -6]]  # in turn, as prompts are dealt
 
 
 def test_what_is_not_started_waits_unwritten() -> None:

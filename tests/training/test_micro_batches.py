@@ -90,5 +90,7 @@ def test_ranks_cut_each_step_into_equally_many_parts(is_padded: bool) -> None:
 
 def test_metrics_of_a_step_are_sums_over_its_micro_batches() -> None:
     one, three = torch.tensor(1.0), torch.tensor(3.0)
-    assert end_step([{"a": one}, {"a": three, "b": three}]) == {"a": 4.0, "b": 3.0}
+    parts = [{"a": one}, {"a": three, "b": three}]
+    assert end_step(parts) == {"a": 4.0, "b": 3.0}
+    assert parts == []  # the next step's are its own
     assert end_step([{"a_max": one}, {"a_max": three}, {}]) == {"a_max": 3.0}
