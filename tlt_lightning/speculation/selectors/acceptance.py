@@ -95,9 +95,8 @@ class AcceptanceEstimator:
             chances: list[float] = []
             expected = [1.0]
             mean, reach = self._means[0], 1.0
-            for index, (tried, seen, count) in enumerate(zip(self._means, self._seen, self._counts, strict=True)):
-                if index:
-                    mean = (seen * tried + PRIOR_STRENGTH * mean) / (seen + PRIOR_STRENGTH)
+            for tried, seen, count in zip(self._means, self._seen, self._counts, strict=True):
+                mean = (seen * tried + PRIOR_STRENGTH * mean) / (seen + PRIOR_STRENGTH)
                 count += PRIOR_STRENGTH
                 # The last term keeps a chance of 0 or 1 uncertain while little is known of it.
                 chance = min(1.0, mean + spread * sqrt((mean * (1 - mean) + 1 / count) / count))
