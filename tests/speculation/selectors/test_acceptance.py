@@ -125,6 +125,9 @@ def test_a_restored_state_is_in_force_at_once() -> None:
 
 def test_what_was_measured_of_a_new_head_is_believed_until_other_things_are_seen() -> None:
     estimator = AcceptanceEstimator(longest_draft=3)
+    assert estimator.probability(1) == 0.6
+    estimator.expect([0.8, 0.0, 0.0])
+    assert [estimator.probability(position) for position in (1, 2, 3)] == pytest.approx([0.8, 0.07, 0.01], abs=0.01)
     estimator.expect([0.8, 0.4, 0.0])
     assert [estimator.probability(position) for position in (1, 2, 3)] == pytest.approx([0.8, 0.51, 0.05], abs=0.05)
     assert estimator.expected_emitted(3) == pytest.approx(2.2, abs=0.1)

@@ -107,6 +107,11 @@ def test_a_head_pays_that_is_faster_than_plain_decoding_by_measured_steps(accept
     assert CostModelSelector().expected_speedup(accepted) is None  # nothing was measured
 
 
+def test_a_draft_of_one_token_gains_nothing_of_those_that_would_come_after_it() -> None:
+    selector = calibrated(num_draft_tokens=(1,))
+    assert selector.expected_speedup([0.9, 0.8, 0.7]) == selector.expected_speedup([0.9])
+
+
 def test_the_first_step_is_plain_for_other_steps_are_compared_with_it() -> None:
     selector = CostModelSelector()
     assert selector.select(SelectorState(8, 350.0)) == OFF
