@@ -100,6 +100,7 @@ class SupervisedDataModule(PolicyDataModule):
         ignore_needless_warnings()
         position = self._position if is_fit and self.cursor is not None and not begins_run(trainer) else 0
         self.train_texts = self._read("train", self.train) if is_fit else []
+        self._checksum = checksum(self.train_texts)  # once: of a million texts it takes seconds
         self.val_texts = self._read("val", self.val) if self.val is not None or not is_fit else []
         if is_fit:
             self.cursor, self._first_step = PromptCursor(len(self.train_texts), run_seed()), None
@@ -172,7 +173,7 @@ class SupervisedDataModule(PolicyDataModule):
             "number of workers": self._trainer.world_size,
             "data.batch_size": self.batch_size,
             "number of training texts": len(self.train_texts),
-            PROMPTS: checksum(self.train_texts),
+            PROMPTS: self._checksum,
         }
 
     @override
