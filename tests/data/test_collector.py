@@ -14,6 +14,7 @@ from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.engine import RolloutEngine, RolloutProgress
 from tlt_lightning.engine.requests import num_written
+from tlt_lightning.environments.turns import Turns
 from tlt_lightning.hooks import ROLLOUT_HOOKS, call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import load_tokenizer
@@ -94,9 +95,9 @@ def collector(hooks: list[str]) -> Iterator[RolloutCollector]:
     tokenizer: Any = SimpleNamespace(decode=lambda ids: f"text of {ids}", **SPECIAL)
     pool = RewardPool([RewardTerm(function=lambda prompt, response, row: 1.0, name="one", weight=0.5)])
     idle: Any = Idle()
-    engine = Scripted()
+    engine, turns = Scripted(), Turns(tokenizer, None, end_tokens=[9])
     stream = RequestStream(engine, partial(call_rollout_hook, trainer, "on_rollout_progress"))
-    yield RolloutCollector(trainer, stream, NoSync(engine), tokenizer, [9], pool, IterationLog(), idle)
+    yield RolloutCollector(trainer, stream, NoSync(engine), turns, pool, IterationLog(), idle)
     pool.close()
 
 
@@ -132,7 +133,7 @@ def test_speed_and_long_tail_are_those_of_the_engine_whoever_asked_for_its_respo
 
 def test_rewards_see_special_tokens_but_not_those_that_end_a_response(collector: RolloutCollector) -> None:
     assert {rollout.text for rollout in collect(collector)} == {"text of [5]"}
-    assert collector._decode([0, 5, 7, 9, 1]) == "text of [5, 7]"
+    assert collector.turns.words([0, 5, 7, 9, 1]) == "text of [5, 7]"
 
 
 def test_the_engine_sleeps_before_an_idle_window_opens(collector: RolloutCollector) -> None:
@@ -147,7 +148,7 @@ def test_tags_that_are_special_tokens_have_their_format(collector: RolloutCollec
     tokenizer = load_tokenizer(policy_path)
     tags = ["<think>", "</think>", "<answer>", "</answer>"]
     tokenizer.add_special_tokens({"additional_special_tokens": tags})
-    collector.tokenizer, collector.rewards = tokenizer, RewardPool([RewardTerm(function=Format())])
+    collector.turns, collector.rewards = Turns(tokenizer, None), RewardPool([RewardTerm(function=Format())])
     ids = tokenizer("<think> 2 + 2 </think> <answer> 4 </answer> <eos>")["input_ids"]
     collector.engine.token_ids = ids  # type: ignore[attr-defined]
     assert {tokenizer.convert_tokens_to_ids(tag) for tag in tags} < set(ids)

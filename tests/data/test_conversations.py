@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.support.chat_tokenizers import byte_tokenizer, template_of
 from tests.support.scripted_engine import ScriptedEngine
-from tlt_lightning.data.prompts import PromptSource
+from tlt_lightning.data.prompts import PromptSource, turns_of
 from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
 from tlt_lightning.engine import TransformersEngine
 from tlt_lightning.environments.conversation import Conversation, Trajectory
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.environments.turn import ToolCall, Turn
-from tlt_lightning.environments.turns import Turns
+from tlt_lightning.environments.turns import Message, Turns
 from tlt_lightning.environments.workers import EnvironmentWorkers
 from tlt_lightning.policy import load_tokenizer
 from tlt_lightning.rollout import Prompt, Request, Response, Sampling
@@ -303,6 +304,44 @@ def test_hundreds_of_environments_answer_at_once(policy_path: str) -> None:
     assert len(list(stream)) == 200
     assert of(stream, 10).talk.error is None  # no answer within the limit, were they asked one after the other
     assert of(stream, 10).talk.reward is None
+    stream.close()
+
+
+class Listening:
+    """Remembers turns, and asks for another."""
+
+    heard: ClassVar[list[Turn]] = []
+
+    def reset(self, **row: Any) -> list[Message]:
+        self.tools: list[Any] = []
+        return [{"role": "user", "content": "Which?"}]
+
+    def step(self, turn: Turn) -> list[Message]:
+        self.heard.append(turn)
+        return [{"role": "user", "content": "More."}]
+
+
+def test_turns_that_stop_tokens_end_are_read_as_the_template_writes_them() -> None:
+    tokenizer = byte_tokenizer(template_of("llama3"), "<|end_of_text|>")
+    end, digit = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "7"])
+    source, sampling = PromptSource(rows=[{"prompt": ""}]), Sampling(max_tokens=999, stop_token_ids=(end, digit))
+    environments, said = Environments(Listening), [[65, end], [66, digit], [67, 68], [69, end]]
+    turns = turns_of(source, tokenizer, (), environments, sampling.stop_token_ids)
+    engine = ScriptedEngine(lambda request, number: said[number], sampling.stop_token_ids)
+    stream = ConversationStream(engine, environments, TurnLimits(most=4, tokens=2))
+    stream.speak(source, turns, 99)
+    stream.ask([Request(0, (1,))], sampling, seed=0, prompts=[Prompt("", (1,), row={})])
+    (response,) = stream
+    assert [response.token_ids[start:stop] for start, stop in response.turns] == said
+    words = [tokenizer.decode(each) for each in ([65], [66, digit], [67, 68], [69])]
+    whole: list[Message] = []
+    for answer in words:
+        whole += [{"role": "user", "content": "More." if whole else "Which?"}, {"role": "assistant", "content": answer}]
+    text = tokenizer.decode([*stream.trajectory(0).prompt.ids, *response.token_ids])
+    assert text == turns.prompt(whole).removesuffix("<|start_header_id|>assistant<|end_header_id|>\n\n")
+    assert [(turn.words, turn.is_cut) for turn in Listening.heard] == [
+        *zip(words, [False, False, True, False], strict=True)
+    ]
     stream.close()
 
 

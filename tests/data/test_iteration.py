@@ -39,7 +39,7 @@ class Strategy:
 class Answers:
     """A collector whose responses to prompt `i` have `i + 2` tokens, all but the last of an older version."""
 
-    tokenizer, has_rewards = SimpleNamespace(eos_token_id=1, pad_token_id=0), True
+    turns, has_rewards = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=1, pad_token_id=0)), True
 
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
@@ -298,7 +298,7 @@ def test_batches_are_padded_with_the_tokenizers_own_token_or_the_one_that_ends_a
     pad_id: int | None, filled: int
 ) -> None:
     rank = OneRank()
-    rank.collector.tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=pad_id)
+    rank.collector.turns = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=1, pad_token_id=pad_id))
     ((batch,),) = rank.steps()
     assert batch.input_ids.flatten().unique().tolist() == sorted({2, 9, filled})
 

@@ -1,12 +1,16 @@
 """Conversations as tokens: what was sampled stays, and between turns stands what the template puts there."""
 
 import random
+import re
 from typing import Any
 
 import pytest
 from trl.chat_template_utils import get_training_chat_template
 
 from tests.support.chat_tokenizers import ENDS, byte_tokenizer, template_of
+from tlt_lightning.data import prompts
+from tlt_lightning.data.prompts import PromptSource
+from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.turns import Turns
 from tlt_lightning.policy import load_tokenizer
 
@@ -21,6 +25,27 @@ GUESS: dict[str, Any] = {
 SAID = {"user": {"role": "user", "content": "higher"}, "tool": {"role": "tool", "name": "guess", "content": "higher"}}
 FORGETFUL = {"qwen3": ["user"], "deepseek_r1_distill": ["user", "tool"]}  # whom they forget the policy's thoughts for
 CASES = [(name, role) for name in ENDS for role in ("user", "tool") if role not in FORGETFUL.get(name, ())]
+
+
+class Talking:
+    """A game in words."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def step(self, text: str) -> str | None: ...
+
+
+class Guessing:
+    """A game with a tool."""
+
+    def reset(self, **row: Any) -> None: ...
+
+    def guess(self, number: int) -> None:
+        """Guess it.
+
+        Args:
+            number: The guess.
+        """
 
 
 def turns_of(name: str, role: str = "user") -> Turns:
@@ -59,6 +84,34 @@ def test_a_turn_that_was_cut_off_is_ended_and_one_that_ended_is_not_ended_again(
     assert cut[0] in turns.ends
     assert turns.between([SAID[role]], cut[0]) == cut[1:]
     assert turns.between([SAID[role]], 7) == cut
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize(
+    ("name", "end", "eos"),
+    [
+        ("qwen2_5", "<|im_end|>", "<|endoftext|>"),
+        ("llama3_2", "<|eot_id|>", "<|end_of_text|>"),
+        ("gemma3", "<end_of_turn>", "<eos>"),
+        ("phi3", "<|end|>", "<|endoftext|>"),
+    ],
+)
+def test_a_special_token_at_which_sampling_stops_ends_a_turn_as_an_end_of_sequence_does(
+    name: str, end: str, eos: str, role: str
+) -> None:
+    tokenizer = byte_tokenizer(template_of(name), eos)
+    number = tokenizer.convert_tokens_to_ids(end)
+    environments = Environments(Guessing if role == "tool" else Talking)
+    source = PromptSource(rows=[{"prompt": "Which number?", "answer": ""}])
+    told = rf"ends an answer with .*{re.escape(end)}.* \(token {number}\).*stop_token_ids"
+    for stops in ((), (7,)):
+        with pytest.raises(ValueError, match=told):
+            prompts.turns_of(source, tokenizer, (), environments, stops)
+    turns = prompts.turns_of(source, tokenizer, (), environments, (7, number))
+    usual = prompts.turns_of(source, tokenizer, [number], environments)
+    for last in (None, 7, number):
+        assert turns.between([SAID[role]], last) == usual.between([SAID[role]], last)
+    assert turns.words([*turns.ids("five"), 7, number]) == "five" + tokenizer.decode([7])  # what stops, too, is text
 
 
 @pytest.mark.parametrize("name", FORGETFUL)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import lightning as L
 
@@ -13,6 +12,7 @@ from tlt_lightning.data.engine_probe import EngineProbe
 from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
 from tlt_lightning.environments.conversation import Conversation, check_some_held
+from tlt_lightning.environments.turns import Turns
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.peak_memory import PeakMemory
@@ -23,9 +23,6 @@ from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.under_way import RolloutUnderWay
 from tlt_lightning.training.fsdp2 import is_sharded
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 @dataclass(eq=False)
 class RolloutCollector:
@@ -35,8 +32,7 @@ class RolloutCollector:
         trainer: The run's Trainer; its callbacks are told, and its module holds the policy.
         stream: Asks the engine for responses; it outlives an iteration.
         weights: Keeps the engine's weights equal to the policy's.
-        tokenizer: Decodes them.
-        end_tokens: Token ids that end a response besides the tokenizer's own.
+        turns: Decodes them.
         rewards: Scores them while others are still being written.
         log: Takes the time of the stages sync, rollout, idle and reward, and of the probe; failed rewards, and what the
             engine says.
@@ -48,8 +44,7 @@ class RolloutCollector:
     trainer: L.Trainer
     stream: RequestStream
     weights: WeightSync
-    tokenizer: PreTrainedTokenizerBase
-    end_tokens: Collection[int]
+    turns: Turns
     rewards: RewardPool
     log: IterationLog
     idle: IdleWindows | None = None
@@ -57,10 +52,9 @@ class RolloutCollector:
     peak_memory: PeakMemory = field(default_factory=PeakMemory)
 
     def __post_init__(self) -> None:
-        self.engine, tokenizer = self.stream.engine, self.tokenizer
+        self.engine = self.stream.engine
         self._seconds, self._tail_seconds, self._num_tokens = 0.0, 0.0, 0
         self._has_begun = False
-        self._unseen = {*self.end_tokens, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
 
     def collect(
         self,
@@ -188,7 +182,7 @@ class RolloutCollector:
             trajectory = self.stream.trajectory(number)
             prompt = prompts[place] if trajectory is None else trajectory.prompt
             is_broken = trajectory is not None and trajectory.talk.error is not None
-            text = self._decode(response.token_ids)
+            text = self.turns.words(response.token_ids)
             deferrals = under_way.groups[place].deferrals
             rollouts[number] = Rollout(
                 prompt=prompt, response=response, text=text, group=first_group + place, deferrals=deferrals
@@ -209,10 +203,6 @@ class RolloutCollector:
             if not new.is_unfinished:
                 receive(new)
         return rollouts, probed
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without the tokens that end or pad it; rewards see other special tokens."""
-        return str(self.tokenizer.decode([token for token in token_ids if token not in self._unseen]))
 
     def _note_speed(self, *, has_requests: bool) -> None:
         """Add up what was written and the long tail, both of the engine, which several ranks may ask for responses."""

@@ -120,7 +120,7 @@ class PolicyIteration:
         yield from self._cut(self._scored(self._roll_out(prompts)))
 
     def _roll_out(self, prompts: Sequence[Prompt]) -> RolloutBatch:
-        tokenizer = self.collector.tokenizer
+        tokenizer = self.collector.turns.tokenizer
         pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         batch = collate(self._collect(prompts), pad_id=pad_id, temperature=self.settings.sampling.temperature)
         batch.asynchronous = self.backlog.schedule.is_asynchronous

@@ -139,7 +139,6 @@ class RolloutDataModule(PolicyDataModule):
         self.backlog, self.answer_lengths = Backlog(schedule), AnswerLengths()
         self.cursor: PromptCursor | None = None
         self._iteration: PolicyIteration | None = None
-        self._spoken: dict[str, tuple[PromptSource, Turns]] = {}  # how conversations of train and val are written
 
     def _read_arguments(self) -> None:
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
@@ -189,7 +188,7 @@ class RolloutDataModule(PolicyDataModule):
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
         self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
-        next(iter(self._spoken.values()))[1].warn_of_open_end(self.sampling)
+        self._turns("val" if self.train is None else "train").warn_of_open_end(self.sampling.stop_strings)
         self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
         if self.max_prompt_tokens is None:
             self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
@@ -269,8 +268,7 @@ class RolloutDataModule(PolicyDataModule):
         room, responses = self.max_prompt_tokens, (self.sampling.max_tokens, self._held_out_sampling.max_tokens)
         if room is None:
             room = (context_of(self._module.policy_path) or sys.maxsize) - max(responses)
-        turns = turns_of(source, self.tokenizer, self._ends, self._environments)
-        self._spoken[name] = source, turns
+        turns = self._turns(name)
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, turns=turns, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
@@ -281,6 +279,11 @@ class RolloutDataModule(PolicyDataModule):
         if name == "train":
             prompts = first_prompts(prompts, self._trainer.overfit_batches)  # type: ignore[attr-defined]
         return prompts
+
+    def _turns(self, name: str) -> Turns:
+        """Return what writes the conversations of `train` or `val` as they are sampled now."""
+        stop_tokens = (self.sampling if name == "train" else self._held_out_sampling).stop_token_ids
+        return turns_of(getattr(self, name), self.tokenizer, self._ends, self._environments, stop_tokens)
 
     @override
     def close(self) -> None:
@@ -431,14 +434,14 @@ class RolloutDataModule(PolicyDataModule):
         yield from split_groups(rollouts)
 
     def _collector(self, log: IterationLog, name: str) -> RolloutCollector:
-        self._stream.speak(*self._spoken[name], self._room)
+        turns = self._turns(name)
+        self._stream.speak(getattr(self, name), turns, self._room)
         self.engine.attach(cast("PreTrainedModel", self._module.policy))
         return RolloutCollector(
             self._trainer,
             self._stream,
             self._weights,
-            tokenizer=self.tokenizer,
-            end_tokens=self._ends,
+            turns=turns,
             rewards=self.pool,
             log=log,
             idle=self.idle,

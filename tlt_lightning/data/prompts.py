@@ -236,6 +236,7 @@ def turns_of(
     tokenizer: "PreTrainedTokenizerBase",
     end_tokens: Collection[int] = (),
     environments: Environments | None = None,
+    stop_tokens: Collection[int] = (),
 ) -> Turns:
     """Return what writes conversations as the source wants them, with tools of environments if there are any.
 
@@ -243,7 +244,7 @@ def turns_of(
     """
     variables = {"strftime_now": A_DAY.strftime, **(source.chat_template_kwargs or {})}
     tools = [] if environments is None else [*environments.tools.values()]
-    turns = Turns(tokenizer, chat_template_of(source, tokenizer), variables, end_tokens, tools)
+    turns = Turns(tokenizer, chat_template_of(source, tokenizer), variables, end_tokens, tools, stop_tokens)
     if environments is not None:
         turns.check()
     return turns

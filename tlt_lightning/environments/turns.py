@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tlt_lightning.rollout import Sampling
-
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
@@ -25,6 +23,11 @@ _REWRITES = (
     "The chat template writes a turn of the policy otherwise once another follows: of {before!r} it makes {after!r}. A "
     "conversation could not go on from the tokens that were sampled. Give a template that keeps them in "
     "`data.train.chat_template`; `trl.chat_template_utils.get_training_chat_template` has one for many models."
+)
+_OPEN_END = (
+    "The chat template ends an answer with %r (token %d), which ends no response: what is written behind it is scored "
+    "and learned from, up to `max_tokens`. Add it to `eos_token_id` in the policy's generation_config.json, which "
+    "`export` keeps, or to `data.sampling.stop_token_ids`."
 )
 _HOW_TO_CALL = """You may call functions to find out more. These are their signatures:
 <tools>
@@ -49,6 +52,7 @@ class Turns:
         variables: What the template reads besides the messages.
         end_tokens: Token ids at which the engine ends a turn.
         tools: JSON schemas of the tools that the prompts describe.
+        stop_tokens: Further ones. The one with which the template ends an answer is no text, as `end_tokens` are none.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Turns:
         variables: Mapping[str, Any] | None = None,
         end_tokens: Collection[int] = (),
         tools: Sequence[dict[str, Any]] = (),
+        stop_tokens: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.variables = {**(variables or {}), "chat_template": template}
@@ -65,6 +70,8 @@ class Turns:
             self.variables["tools"] = [*tools]
         self.tools = tools
         self.ends = {*end_tokens, tokenizer.eos_token_id}
+        if stop_tokens and (token := self._open_end()) in stop_tokens:
+            self.ends.add(token)
 
     def with_tools(self, tools: Sequence[dict[str, Any]]) -> Turns:
         """Return what writes conversations with these tools in the place of none."""
@@ -121,7 +128,13 @@ class Turns:
         return after[close + (before[close : close + 1] == [last]) :]
 
     def check(self) -> None:
-        """Raise ValueError if the template drops or rewrites turns of the policy once an environment has answered."""
+        """Raise ValueError if conversations could not go on.
+
+        The template ends a turn by a token at which the engine does not, or drops or rewrites turns of the policy once
+        an environment has answered.
+        """
+        if (token := self._open_end()) is not None:
+            raise ValueError(_OPEN_END % (self.tokenizer.decode([token]), token))
         names = [tool["function"]["name"] for tool in self.tools]
         said: list[Message] = [{"role": "tool", "name": name, "content": _MARK} for name in names]
         for message in said or [{"role": "user", "content": _MARK}]:
@@ -155,19 +168,17 @@ class Turns:
             close = place if ids[place] in self.ends else close
         return close
 
-    def warn_of_open_end(self, sampling: Sampling) -> None:
+    def warn_of_open_end(self, stop_strings: Collection[str]) -> None:
         """Warn if responses go on behind the special token with which the template ends an answer."""
+        token = self._open_end()
+        if token is not None and (text := self.tokenizer.decode([token])) not in stop_strings:
+            log.warning(_OPEN_END, text, token)
+
+    def _open_end(self) -> int | None:
+        """Return the special token with which the template ends an answer, unless the engine ends a turn there."""
         shown = self._shown([{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}])
         token = next(iter(self._plain_ids(shown.partition(_MARK)[2].lstrip())), None)
-        if token not in self.tokenizer.added_tokens_decoder or token in (*self.ends, *sampling.stop_token_ids):
-            return
-        if (text := self.tokenizer.decode([token])) not in sampling.stop_strings:
-            log.warning(
-                "The chat template ends an answer with %r (token %d), which ends no response: what is written behind "
-                "it is scored and learned from, up to `max_tokens`. Add it to `eos_token_id` in the policy's "
-                "generation_config.json, which `export` keeps, or to `data.sampling.stop_token_ids`.",
-                *(text, token),
-            )
+        return token if token in self.tokenizer.added_tokens_decoder and token not in self.ends else None
 
     @cached_property
     def _knows_tools(self) -> bool:

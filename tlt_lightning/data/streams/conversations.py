@@ -160,7 +160,7 @@ class ConversationStream(RequestStream):
         words = turns.words(ids)
         beside, calls = read_calls(turns.tokenizer, words, ids, before, turns.tools) if turns.tools else (words, [])
         if calls or self.environments.plays_text or self.environments.takes_turns:
-            is_cut = ids[-1] not in turns.ends
+            is_cut = response.finish_reason == "length"
             turn = Turn(words, beside, calls, before, ids, response.logps[start:stop], is_cut)
             self.workers.submit((trajectory, "answer"), talk.answer(turn))
         else:
