@@ -198,7 +198,10 @@ def settings_of_one_class() -> AbstractContextManager[None]:
 
 
 def _host(before: Namespace, now: Namespace, *, by_file: bool) -> None:
-    """Let a `RayEngine` host the engine that it would replace, and one that a later file has in its place."""
+    """Let a `RayEngine` host the engine that it would replace, and one that a later file has in its place.
+
+    An option that replaces it takes the engine out again.
+    """
     from tlt_lightning.engine.ray.engine import RayEngine
 
     classes = [_typehints.import_object(each["class_path"]) for each in (before, now)]
@@ -207,6 +210,8 @@ def _host(before: Namespace, now: Namespace, *, by_file: bool) -> None:
             before["init_args"], before["class_path"] = Namespace(engine=before.clone()), now["class_path"]
         case [True, False] if by_file:
             now["init_args"], now["class_path"] = Namespace(engine=now.clone()), before["class_path"]
+        case [True, False] if hosted := before.get("init_args.engine"):
+            before["init_args"], before["class_path"] = hosted.get("init_args", Namespace()), hosted["class_path"]
 
 
 class _CLI(LightningCLI):
