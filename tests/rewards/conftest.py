@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards import RewardPool
 
 
 @pytest.fixture
@@ -15,8 +15,7 @@ def make_pool() -> Iterator[Any]:
     pools: list[RewardPool] = []
 
     def make(*functions: Any, **settings: Any) -> RewardPool:
-        terms = [f if isinstance(f, RewardTerm) else RewardTerm(function=f) for f in functions]
-        pools.append(RewardPool(terms, **settings))
+        pools.append(RewardPool(functions, **settings))
         return pools[-1]
 
     yield make

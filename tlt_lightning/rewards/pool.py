@@ -89,7 +89,7 @@ class RewardPool:
         self._waiting: deque[Call] = deque()
         self._running: dict[Call, threading.Thread] = {}
         self._stuck: list[tuple[threading.Thread, str]] = []  # the latter is the reward's name
-        self._unscored: dict[str, list[Call]] = {term.name: [] for term in terms}  # since the reward's last score
+        self._unscored: dict[str, list[Call]] = {term.name: [] for term in self.terms}  # since the reward's last score
         self._warned: set[str] = set()
         self._closed, self._process = False, os.getpid()
         for term in self.terms:
