@@ -145,6 +145,28 @@ def test_sigterm_ends_this_worker_where_it_is_free_and_only_then_the_other(pair:
     assert failure(pair[0]) == "The run cannot go on: rank 1 ended with SIGTERM."
 
 
+def test_sigterm_does_not_end_a_worker_that_gets_on_with_what_must_be_finished(
+    pair: list[Liveness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_at: list[float] = []
+    monkeypatch.setattr(liveness, "_TERM_SECONDS", 0.1)
+    monkeypatch.setattr(liveness.os, "_exit", lambda _: ended_at.append(time.monotonic()))
+    pair[1]._last_check = last_look = time.monotonic() + 1.0
+    pair[1].terminate()
+    wait_for(lambda: bool(ended_at))
+    assert ended_at[0] > last_look
+
+
+def test_an_error_is_passed_on_by_a_worker_that_ends_by_sigterm_itself() -> None:
+    with two_workers(num_ranks=3) as workers:
+        workers[0].terminate()
+        wait_for(lambda: workers[2]._lines[0].terminated)
+        workers[1].report(ValueError("out of luck"))
+        assert failure(workers[2]) == "The run cannot go on: rank 1 ended with ValueError: out of luck."
+        with pytest.raises(SIGTERMException):
+            workers[0].check()
+
+
 def test_a_worker_killed_behind_its_sigterm_is_said_to_have_ended_by_it(forked: tuple[Liveness, int]) -> None:
     worker, pid = forked
     os.kill(pid, signal.SIGTERM)

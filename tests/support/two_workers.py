@@ -1,4 +1,4 @@
-"""Two workers in one process, each with its watch over the other."""
+"""Two workers or more in one process, each with its watch over the others."""
 
 import time
 from collections.abc import Iterator
@@ -13,17 +13,18 @@ from tlt_lightning.ranks.idle_windows import IdleWindows
 from tlt_lightning.ranks.liveness import Liveness
 
 
-def make_trainers(patience: float = 60.0) -> list[Any]:
-    """Return what `Liveness` and `IdleWindows` look at of the trainers of rank 0 and 1."""
+def make_trainers(patience: float = 60.0, num_ranks: int = 2) -> list[Any]:
+    """Return what `Liveness` and `IdleWindows` look at of the ranks' trainers."""
     ports: Queue[int] = Queue()
 
     def broadcast_from_zero(port: int) -> int:
-        ports.put(port)
+        for _ in range(1, num_ranks):
+            ports.put(port)
         return port
 
     return [
         SimpleNamespace(
-            world_size=2,
+            world_size=num_ranks,
             global_rank=rank,
             is_global_zero=rank == 0,
             strategy=SimpleNamespace(
@@ -31,14 +32,14 @@ def make_trainers(patience: float = 60.0) -> list[Any]:
                 _timeout=timedelta(seconds=patience),
             ),
         )
-        for rank in (0, 1)
+        for rank in range(num_ranks)
     ]
 
 
 @contextmanager
-def two_workers(patience: float = 60.0) -> Iterator[list[Liveness]]:
+def two_workers(patience: float = 60.0, num_ranks: int = 2) -> Iterator[list[Liveness]]:
     with ThreadPoolExecutor() as pool:
-        workers = list(pool.map(Liveness, make_trainers(patience)))
+        workers = list(pool.map(Liveness, make_trainers(patience, num_ranks)))
     try:
         yield workers
     finally:  # one that is left open would end this process

@@ -53,7 +53,7 @@ class Liveness:
         self._patience = (getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)).total_seconds()
         self._terminated = self._interrupted = False
         self._failure: str | None = None
-        self._failed_at = 0.0
+        self._failed_at, self._has_told = 0.0, False
         self._last_check: float | None = None  # loading takes what it takes
         self.ends_itself = False
         """True once a `check` has ended this rank, at a step before which all of the last one is done."""
@@ -157,7 +157,8 @@ class Liveness:
                 if self._failure is not None and not self.ends_itself and now - self._failed_at > _GRACE_SECONDS:
                     log.error("Rank %d waits for what never comes and is ended. %s", self.rank, self._failure)
                     os._exit(1)
-                if not self.ends_itself and now - terminated_at > _TERM_SECONDS:
+                last_look = max(terminated_at, self._last_check or 0.0)
+                if not self.ends_itself and now - last_look > _TERM_SECONDS:
                     log.error("Rank %d has not looked for SIGTERM in %.0f s and is ended.", self.rank, _TERM_SECONDS)
                     os._exit(SIGTERM_STATUS)
         self._send_outbox()
@@ -201,12 +202,14 @@ class Liveness:
         return 0.0 if self._last_check is None else now - self._last_check
 
     def _fail(self, reason: str, besides: _Line | None = None) -> None:
-        """Note the first failure and pass it on."""
-        if self._failure is not None or self._terminated:
+        """Pass the first failure on, and note it, unless a signal ends this rank."""
+        if self._has_told:
             return
-        self._failure, self._failed_at = reason, time.monotonic()
-        log.error("Rank %d: %s", self.rank, _sentence(reason))
+        self._has_told = True
         self._send(_FAILURE, reason, besides)
+        if not self._terminated:
+            self._failure, self._failed_at = reason, time.monotonic()
+            log.error("Rank %d: %s", self.rank, _sentence(reason))
 
     def _send_outbox(self) -> None:
         while self._outbox:
