@@ -1,6 +1,7 @@
 """PPO: generalized advantages, the critic's loss, and how well the critic foresees."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,10 @@ def test_explained_variance_of_all_ranks(random_vectors: Callable[..., Any], on_
     assert explained_variance(torch.zeros_like(returns), returns, mask, identity).item() == pytest.approx(0)
     assert explained_variance(-returns, returns, mask, identity).item() == pytest.approx(-3)
     assert explained_variance(returns, torch.ones_like(returns), mask, identity) == 0
+    for reward in (0.0, 1.0):  # the same for all: returns differ by rounding alone
+        equal = replace(batch, rewards=torch.full_like(batch.rewards, reward))
+        _, returns_of_all = PPO(advantage=GAE(gamma=1.0, lam=1.0)).advantages(equal, identity)
+        assert explained_variance(batch.values, returns_of_all, mask, identity) == 0
 
     predictions = batch.ref_logps
     whole = explained_variance(predictions, returns, mask, identity)

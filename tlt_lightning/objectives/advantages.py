@@ -27,7 +27,7 @@ def global_moments(x: Tensor, mask: Tensor, reduce: Reduce) -> tuple[Tensor, Ten
     """Return the mean and the unbiased variance of the unmasked tokens of all ranks, in float64.
 
     Two passes, because E[x^2] - E[x]^2 cancels. The variance is 0 with fewer than two tokens, and where the deviations
-    are within the rounding of the values themselves, as of equal returns that were added up in different orders.
+    are within the rounding of the values themselves.
 
     Args:
         x: Values. (B, T)

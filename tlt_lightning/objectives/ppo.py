@@ -40,7 +40,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Re
     mask = mask.bool()
     _, total = global_moments(returns, mask, reduce)
     _, unexplained = global_moments(returns - values, mask, reduce)
-    return torch.where(total > 0, 1 - unexplained / total, 0.0)
+    # Equal returns, of rewards that are all the same, differ by the rounding of the values they are added up from.
+    return torch.where(total > 1e-9 * unexplained, 1 - unexplained / total, 0.0)
 
 
 @dataclass(kw_only=True)
