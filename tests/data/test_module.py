@@ -36,8 +36,11 @@ def test_a_token_at_which_the_chat_template_alone_ends_an_answer_is_named(
 ) -> None:
     template = "{% for m in messages %}{{ m.content }} {{ '<unk>' if m.role == 'assistant' }}{% endfor %}"
     source = PromptSource(path=prompts_path, chat_template=template)
-    for stop, count in ((), 1), ((2,), 0):
-        data = make_data(prompts_path, train=source, sampling=Sampling(max_tokens=4, stop_token_ids=stop))
+    for stop, held_out, count in ((), None, 1), ((2,), None, 0), ((2,), (), 1), ((2,), (2,), 0):
+        sampling = {"sampling": Sampling(max_tokens=4, stop_token_ids=stop)}
+        if held_out is not None:
+            sampling["val_sampling"] = Sampling(max_tokens=4, stop_token_ids=held_out)
+        data = make_data(prompts_path, train=source, val=source, **sampling)
         make_trainer(tmp_path, max_epochs=1).fit(make_module(policy_path), data)
         assert caplog.text.count("ends an answer with '<unk>' (token 2)") == count
         caplog.clear()

@@ -32,7 +32,7 @@ class RolloutCollector:
         trainer: The run's Trainer; its callbacks are told, and its module holds the policy.
         stream: Asks the engine for responses; it outlives an iteration.
         weights: Keeps the engine's weights equal to the policy's.
-        turns: Decodes them.
+        turns: Decodes responses.
         rewards: Scores them while others are still being written.
         log: Takes the time of the stages sync, rollout, idle and reward, and of the probe; failed rewards, and what the
             engine says.

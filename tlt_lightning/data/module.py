@@ -188,7 +188,9 @@ class RolloutDataModule(PolicyDataModule):
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
         self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
-        self._turns("val" if self.train is None else "train").warn_of_open_end(self.sampling.stop_strings)
+        names = [name for name in ("train", "val") if getattr(self, name) is not None]
+        for name in names if self.val_sampling else names[:1]:
+            self._turns(name).warn_of_open_end(self._sampling_of(name).stop_strings)
         self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
         if self.max_prompt_tokens is None:
             self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
@@ -282,8 +284,11 @@ class RolloutDataModule(PolicyDataModule):
 
     def _turns(self, name: str) -> Turns:
         """Return what writes the conversations of `train` or `val` as they are sampled now."""
-        stop_tokens = (self.sampling if name == "train" else self._held_out_sampling).stop_token_ids
+        stop_tokens = self._sampling_of(name).stop_token_ids
         return turns_of(getattr(self, name), self.tokenizer, self._ends, self._environments, stop_tokens)
+
+    def _sampling_of(self, name: str) -> Sampling:
+        return self.sampling if name == "train" else self._held_out_sampling
 
     @override
     def close(self) -> None:

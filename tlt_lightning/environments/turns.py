@@ -27,7 +27,7 @@ _REWRITES = (
 _OPEN_END = (
     "The chat template ends an answer with %r (token %d), which ends no response: what is written behind it is scored "
     "and learned from, up to `max_tokens`. Add it to `eos_token_id` in the policy's generation_config.json, which "
-    "`export` keeps, or to `data.sampling.stop_token_ids`."
+    "`export` keeps, or to `stop_token_ids` of `data.sampling`, and of `data.val_sampling` where that is given."
 )
 _HOW_TO_CALL = """You may call functions to find out more. These are their signatures:
 <tools>
