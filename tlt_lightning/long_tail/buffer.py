@@ -94,7 +94,8 @@ class DrafterBuffer:
         newest = [sequence for sequence, key in zip(sequences, keys, strict=True) if key not in held]
         held_out = [sequence for sequence, key in zip(sequences, keys, strict=True) if key in held]
         if come_again:
-            held_out = [*held_out, *self._held_out][: max(FEWEST, len(held_out))]
+            earlier = [sequence for sequence in self._held_out if text_key(sequence) not in held]
+            held_out = [*held_out, *earlier][: max(FEWEST, len(held_out))]
         previous = [sequence for sequence in self._newest if not held & {prompt_key(sequence), text_key(sequence)}]
         self._fill(newest, previous, held_out)
         if newest and not self._newest:
