@@ -25,7 +25,7 @@ def checksum_of_weights(path: str) -> int:
     from transformers.utils import cached_file
 
     number, folder = 0, Path(str(cached_file(path, "config.json"))).parent
-    for each in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for each in sorted([*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]):
         size = each.stat().st_size
         number = zlib.crc32(repr(size).encode(), number)
         with open(each, "rb") as file:

@@ -43,7 +43,7 @@ SUMMARIZED = {
 """Values of the last iteration in `summary.json`, and the metric that each comes from."""
 
 _EACH = 500
-"""Iterations after each of which the page is written; later, after every second, and so on, as it takes longer."""
+"""The page is written after each of the first so many iterations, then after every second, later after every third."""
 
 History = Mapping[int, Mapping[str, float]]
 """The metrics by iteration."""

@@ -123,13 +123,13 @@ def test_switched_on_the_head_drafts_as_if_it_had_never_been_off(setup: Setup, m
 def test_a_long_pause_is_worked_off_in_between(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt_lightning.engine.vllm import kv_catch_up
 
-    catch_up, written = runner_of(setup.engine).catch_up, []
+    written: list[int] = []
     write_keys = kv_catch_up.write_keys
     monkeypatch.setattr(kv_catch_up, "write_keys", lambda *args: written.append(len(args[-1])) or write_keys(*args))
     setup.selector.script = lambda state: OFF
     write(setup.engine, siblings(1))
-    assert setup.engine.stats()["speculation/catch_ups"] == len(written) >= 60 // catch_up.max_steps - 1
-    assert max(written) <= catch_up.max_steps * 4
+    assert setup.engine.stats()["speculation/catch_ups"] == len(written) >= 60 // kv_catch_up.MAX_STEPS - 1
+    assert max(written) <= kv_catch_up.MAX_STEPS * 4
     assert sum(written) > 100
 
 

@@ -12,7 +12,8 @@ def _sleep_beside_others(sleep: Any, worker: Any, level: int = 1) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         # What it asserts last is about the device; what it asserts before leaves memory awake.
-        if not all(data.is_asleep for data in CuMemAllocator.get_instance().pointer_to_data.values()):
+        held = CuMemAllocator.get_instance().pointer_to_data.values()
+        if not held or not all(data.is_asleep for data in held):
             raise
 
 
