@@ -295,6 +295,7 @@ def test_other_weights_that_no_checkpoint_holds_are_named_on_resume(
     }[kept]
     places = (paths[0] if kept == "reference" else str(folder), *paths[1:])
     path = checkpoint_of(places, module=module)
+    (folder / "training_args.bin").write_bytes(b"no weights")
     with caplog.at_level(logging.WARNING):
         run(places, ckpt=path, module=module, max_epochs=1)
         assert "goes on otherwise" not in caplog.text
