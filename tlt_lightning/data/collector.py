@@ -1,7 +1,5 @@
 """Collect a rollout: wake and sync the engine, write, reward while writing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
