@@ -40,9 +40,9 @@ models/gemma-3-270m/model.safetensors: recipes/assets/make_gemma3.py | .venv/rea
 quickstart-smollm2: models/SmolLM2-135M-Instruct/model.safetensors
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} TORCH_CPP_LOG_LEVEL=ERROR $(PY) -m tlt_lightning fit -c recipes/quickstart_smollm2.yaml
 
-# Two workers: most tests keep one core busy. On a GPU one, for they would take each other's memory.
+# Three workers on two cores: tests of ranks and of Ray wait a lot. On a GPU one, for they would take each other's memory.
 test: setup models/SmolLM2-135M-Instruct/model.safetensors
-	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder)
+	$(PY) -m pytest $(if $(shell command -v nvidia-smi 2>/dev/null),,-m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder)
 
 # The part of it that two cores do in a minute and a half.
 quick: setup

@@ -74,13 +74,12 @@ def save_policy(path: Path, architecture: str = "qwen2", seed: int = 0, **overri
     return path
 
 
-def starts_ranks(file: Path) -> bool:
-    """Such tests fork ranks from one process that has imported everything, or start engines in one cluster of Ray.
-
-    Either is one for all that share a worker.
-    """
+def shared_by(file: Path) -> str | None:
+    """Return what a file's tests share with others of the same worker: a cluster of Ray, or a process to fork from."""
     text = file.read_text()
-    return "run_ranks" in text or "forkserver" in text or "pytest.mark.ray" in text
+    if "pytest.mark.ray" in text:
+        return "ray"
+    return "ranks" if "run_ranks" in text or "forkserver" in text else None
 
 
 def pytest_configure() -> None:
@@ -97,7 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def is_short(file: Path) -> bool:
         return not any(item.get_closest_marker(mark) for mark in ("slow", "vllm", "ray") for item in files[file])
 
-    order = sorted(files, key=lambda file: (not starts_ranks(file), is_short(file)))
+    order = sorted(files, key=lambda file: (shared_by(file) is None, is_short(file)))
     items[:] = [item for file in order for item in files[file]]
 
 
@@ -117,13 +116,13 @@ def pytest_runtestloop() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests on one worker, and all tests that start ranks or engines."""
+    """Keep a file's tests on one worker, and all tests that share what takes long to start."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "ranks" if starts_ranks(config.rootpath / file) else file
+            return shared_by(config.rootpath / file) or file
 
     return ByFile(config, log)
 
