@@ -188,9 +188,6 @@ class RolloutDataModule(PolicyDataModule):
         self._ends = end_token_ids(self._module.policy_path, self.tokenizer)
         self.train_prompts = self._load_prompts("train", self.train, needed=is_fit)
         self.val_prompts = self._load_prompts("val", self.val, needed=not is_fit)
-        names = [name for name in ("train", "val") if getattr(self, name) is not None]
-        for name in names if self.val_sampling else names[:1]:
-            self._turns(name).warn_of_open_end(self._sampling_of(name).stop_strings)
         self._checksum = checksum(self.train_prompts)  # once: of a million prompts it takes seconds
         if self.max_prompt_tokens is None:
             self._room = max(len(prompt.ids) for prompt in (*self.train_prompts, *self.val_prompts))
@@ -271,6 +268,8 @@ class RolloutDataModule(PolicyDataModule):
         if room is None:
             room = (context_of(self._module.policy_path) or sys.maxsize) - max(responses)
         turns = self._turns(name)
+        if name == "train" or self.val_sampling or self.train is None:  # else both are sampled alike
+            turns.warn_of_open_end(self._sampling_of(name).stop_strings)
         prompts = load_prompts(source, self.tokenizer, max_prompt_tokens=room, turns=turns, seed=run_seed())
         rows = {prompt.index: prompt.row for prompt in prompts}
         check_rows(self.rewards, rows, source.name, are_scored=not self._trainer.predicting)
