@@ -84,14 +84,6 @@ def test_a_callback_changes_the_sampling_of_an_iteration(policy_path: str, promp
     assert trainer.callback_metrics["mismatch/logp_abs_diff"] < 1e-5
 
 
-def test_filters_that_a_callback_begins_with_are_warned_of_once(
-    policy_path: str, prompts_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    change = Change("on_train_epoch_start", lambda n: {"sampling": Sampling(max_tokens=4, top_p=1 - 0.1 * n)})
-    make_trainer(tmp_path, change, max_epochs=3).fit(make_module(policy_path), make_data(prompts_path))
-    assert caplog.text.count("cuts the distribution") == caplog.text.count("(`top_p` 0.9) cuts") == 1
-
-
 @pytest.mark.parametrize(
     ("hook", "change", "message"),
     [
@@ -107,7 +99,7 @@ def test_filters_that_a_callback_begins_with_are_warned_of_once(
             "`environment` goes on with requests",
         ),
         ("on_engine_setup", {"group_size": 2}, r"changed `data.group_size`, which this iteration would ignore"),
-        ("on_train_epoch_start", {"sampling": Sampling(max_tokens=9)}, r"9 `max_tokens`, and the run has .* for 8"),
+        ("on_train_epoch_start", {"sampling": {"max_tokens": 4}}, r"`sampling` must be a Sampling, got \{"),
         ("on_train_epoch_start", {"sampling": Sampling(max_tokens=8, temperature=0)}, "temperature` 0 writes the same"),
     ],
 )
@@ -115,7 +107,7 @@ def test_a_change_that_a_run_would_ignore_ends_it(
     hook: str, change: dict[str, Any], message: str, policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, Change(hook, lambda iteration: change), max_epochs=1)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         trainer.fit(make_module(policy_path), make_data(prompts_path))
 
 

@@ -38,6 +38,10 @@ class IterationSettings:
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
 
+    def __post_init__(self) -> None:
+        if self.sampling.temperature == 0:
+            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
+
     def of_dev_run(self, trainer: L.Trainer) -> "IterationSettings":
         """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""
         num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from tlt_lightning.data.iteration import IterationStart, PolicyIteration
 from tlt_lightning.data.iteration_settings import DynamicSampling, IterationSettings
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings, num_held_out_batches
 from tlt_lightning.data.prompts import PromptCursor, PromptSource, checksum, first_prompts, load_prompts, turns_of
+from tlt_lightning.data.run_arguments import RunArguments
 from tlt_lightning.data.streams.conversations import ConversationStream, check_conversations
 from tlt_lightning.data.streams.requests import RequestStream
 from tlt_lightning.data.weight_sync import WeightSync
@@ -144,18 +145,11 @@ class RolloutDataModule(PolicyDataModule):
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
         self.rewards = as_terms(self.rewards)
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
-        self._run_with = self._arguments()
+        keep_arguments(self, checked_attributes(self, RolloutDataModule))
         self._environments = None if self.environment is None else Environments(self.environment)
         self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
         self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
         self._settings = self._settings_with(CPU_SIZE if self.micro_batch_tokens is None else self.micro_batch_tokens)
-        keep_arguments(self, self._run_with)
-
-    def _arguments(self) -> dict[str, Any]:
-        arguments = checked_attributes(self, RolloutDataModule)
-        if self.sampling.temperature == 0:
-            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
-        return arguments
 
     # Set-up and tear-down
 
@@ -169,7 +163,7 @@ class RolloutDataModule(PolicyDataModule):
         if is_fit:  # else a run that is validated is saved with what it has deferred
             self.backlog, self.answer_lengths = Backlog(self.schedule), AnswerLengths()
         self._check(is_fit=is_fit)
-        self._most_tokens = self.sampling.max_tokens
+        self._run_with = RunArguments(checked_attributes(self, RolloutDataModule))
         self._read_data(is_fit=is_fit)
         self._make_parts()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
@@ -250,14 +244,17 @@ class RolloutDataModule(PolicyDataModule):
             warn_of_filters(self.sampling)
         check_lengths(module.policy_path, self._room, self.sampling, self._held_out_sampling)
         for sampling in (self.sampling, self._held_out_sampling):
-            self.engine.check_sampling(sampling)
-            check_conversations(self._environments, self.engine, sampling)
+            self._check_sampling(sampling)
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        self.engine.check_sampling(sampling)
+        check_conversations(self._environments, self.engine, sampling)
 
     def _fit_sampling(self) -> None:
         """Let responses take at most half of a short context, where nobody has said how long they may be."""
         context = context_of(self._module.policy_path)
         if context is not None and self.sampling == Sampling() and 2 * self.sampling.max_tokens > context:
-            self.sampling = self._run_with["sampling"] = replace(self.sampling, max_tokens=context // 2)
+            self.sampling = replace(self.sampling, max_tokens=context // 2)
 
     def _load_prompts(self, name: str, source: PromptSource | None, *, needed: bool) -> list[Prompt]:
         if source is None:
@@ -384,42 +381,17 @@ class RolloutDataModule(PolicyDataModule):
         kept = self.cursor, self.answer_lengths, self.backlog
         self._iteration = PolicyIteration(self._trainer, self._module, collector, self._settings, *kept)
         for minibatch in self._iteration.minibatches(self.train_prompts):
-            self._check_unchanged()
+            self._run_with.check(self)
             yield minibatch
 
     def _take_sampling(self) -> None:
-        """Let the iteration that begins have `sampling` as a callback has changed it."""
-        if self.sampling != self._run_with["sampling"]:
-            self._arguments()
-            self.engine.check_sampling(self.sampling)
-            check_conversations(self._environments, self.engine, self.sampling)
-            if self.backlog.schedule.continues:
-                raise ValueError(
-                    f"A callback has changed `data.sampling`, and {type(self.schedule).__name__} continues responses "
-                    "of earlier iterations, which keep to one sampling: drop the callback, or `data.schedule`."
-                )
-            if self.sampling.max_tokens > self._most_tokens:
-                raise ValueError(
-                    f"A callback gave `data.sampling` {self.sampling.max_tokens} `max_tokens`, and the run has made "
-                    f"room for {self._most_tokens}: begin with the most that it will need."
-                )
-            if self.sampling.filters.keys() - self._run_with["sampling"].filters.keys():
-                warn_of_filters(self.sampling)
-            self._run_with["sampling"] = self.sampling
+        """Let the iteration that begins have `sampling` as a callback has changed it, and no other change."""
+        if self.sampling != self._run_with.sampling:
             self._settings = replace(self._settings, sampling=self.sampling)
+            self._check_sampling(self.sampling)
+            self._run_with.take_sampling(self.sampling, self.backlog.schedule)
             self._settings.check(self._module.objective, self._trainer)
-        self._check_unchanged()
-
-    def _check_unchanged(self) -> None:
-        """Raise ValueError for an argument that a callback has changed, and that would be ignored."""
-        changed = [
-            name for name, value in self._run_with.items() if (now := getattr(self, name)) is not value and now != value
-        ]
-        if changed:
-            raise ValueError(
-                f"A callback has changed `data.{changed[0]}`, which this iteration would ignore: within a run only "
-                "`data.sampling` may change, in `on_train_epoch_start`."
-            )
+        self._run_with.check(self)
 
     @property
     def _own_val_prompts(self) -> list[Prompt]:
