@@ -13,6 +13,7 @@ from tlt_lightning import LoRA, RLModule, RolloutDataModule, Sampling, Transform
 from tlt_lightning.checks import context_of
 from tlt_lightning.engine import usual
 from tlt_lightning.objectives import GRPO
+from tlt_lightning.training.described import describe
 
 ROWS = [{"prompt": f"{number} + {number} = " + "1 " * number, "answer": str(2 * number)} for number in range(1, 9)]
 QUIET: dict[str, Any] = {"enable_model_summary": False, "accelerator": "cpu"}
@@ -45,6 +46,7 @@ def test_responses_of_a_short_context_take_half_of_it(policy_path: str, tmp_path
     with pytest.raises(InterruptedError):
         trainer.fit(RLModule(policy_path), data)
     assert data.sampling == Sampling(max_tokens=context_of(policy_path) // 2)
+    assert data.hparams["sampling"] == describe(data.sampling)  # to which a run that resumes with `data` is compared
 
 
 def interrupt(*_: Any, **__: Any) -> Any:

@@ -145,11 +145,17 @@ class RolloutDataModule(PolicyDataModule):
         """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
         self.rewards = as_terms(self.rewards)
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
-        keep_arguments(self, checked_attributes(self, RolloutDataModule))
+        self._describe_arguments()
         self._environments = None if self.environment is None else Environments(self.environment)
         self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
         self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
         self._settings = self._settings_with(CPU_SIZE if self.micro_batch_tokens is None else self.micro_batch_tokens)
+
+    def _describe_arguments(self) -> dict[str, Any]:
+        """Return the arguments as they are now, checked by their annotations; describe them as hyper-parameters."""
+        arguments = checked_attributes(self, RolloutDataModule)
+        keep_arguments(self, arguments)
+        return arguments
 
     # Set-up and tear-down
 
@@ -163,7 +169,7 @@ class RolloutDataModule(PolicyDataModule):
         if is_fit:  # else a run that is validated is saved with what it has deferred
             self.backlog, self.answer_lengths = Backlog(self.schedule), AnswerLengths()
         self._check(is_fit=is_fit)
-        self._run_with = RunArguments(checked_attributes(self, RolloutDataModule))
+        self._run_with = RunArguments(self._describe_arguments())
         self._read_data(is_fit=is_fit)
         self._make_parts()
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
