@@ -98,7 +98,8 @@ def load_policy(
     )
     _switch_dropout_off(model)
     fuse_layers(model)
-    model.set_attn_implementation("sdpa" if "flash" in attn_implementation else attn_implementation)  # on any device
+    # A flash kernel needs a GPU: `varlen` stands in, which is told of a pack as it is, by arguments of each layer.
+    model.set_attn_implementation(register_varlen() if attn_implementation != "eager" else "eager")
     _check_head(model, path, argument)
     if not note_if_packable(model.base_model):
         log.warning(
@@ -106,7 +107,8 @@ def load_policy(
             "to the same result.",
             *(argument, path, type(model).__name__),
         )
-    model.set_attn_implementation(register_varlen() if attn_implementation == "sdpa" else attn_implementation)
+    if attn_implementation != "sdpa":
+        model.set_attn_implementation(attn_implementation)
     adapted = with_adapters(model, lora).train()  # from_pretrained returns eval mode, in which checkpointing is off
     if sharding is not None:
         sharding.shard(model, dtype)
