@@ -15,6 +15,7 @@ from tlt_lightning.policy import (
     end_token_ids,
     load_policy,
     load_tokenizer,
+    policy_shapes,
     response_logps,
     token_logps,
 )
@@ -62,6 +63,19 @@ def test_chunked_logps_and_entropies_equal_those_of_each_sequence_alone(policy_p
         torch.testing.assert_close(logps[row, :length], expected_logps, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(entropy[row, :length], expected_entropy, atol=1e-5, rtol=1e-5)
         assert not logps[row, length:].any()
+
+
+def test_a_class_that_names_another_trunk_than_it_has_is_read_by_its_own(tmp_path: Path) -> None:
+    model, batch = load_policy(save_architecture("llama4_text", tmp_path)), make_batch([3, 5], [6, 2])
+    for row, logps in enumerate(chunked(model, batch, 4)[0]):
+        expected, _ = naive_logps(model, batch, row)
+        torch.testing.assert_close(logps[: len(expected)], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_shapes_are_those_of_classes_too_that_are_not_built_with_every_attention(tmp_path: Path) -> None:
+    path = save_architecture("gptj", tmp_path)
+    policy = load_policy(path, attn_implementation="eager")
+    assert policy_shapes(path) == {name: tuple(weight.shape) for name, weight in PolicyWeights(policy)}
 
 
 def test_gradients_do_not_depend_on_the_chunks(policy_path: str) -> None:
@@ -113,9 +127,10 @@ def test_policy_is_in_train_mode_without_dropout(policy_path: str) -> None:
         ("qwen2", {"attention_dropout": 0.3}),
         ("opt", {"dropout": 0.3, "attention_dropout": 0.3, "layerdrop": 0.5}),
         ("seed_oss", {"attention_dropout": 0.3, "residual_dropout": 0.3}),
+        ("mixtral", {"router_jitter_noise": 0.3}),
     ],
 )
-def test_dropout_kept_as_a_number_is_off_too(model_type: str, overrides: dict[str, float], tmp_path: Path) -> None:
+def test_noise_kept_as_a_number_is_off_too(model_type: str, overrides: dict[str, float], tmp_path: Path) -> None:
     model = load_policy(save_architecture(model_type, tmp_path, **overrides))
     assert model.training
     ids = torch.arange(2, 26)[None]

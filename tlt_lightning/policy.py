@@ -96,6 +96,8 @@ def load_policy(
     model = load_whole(
         AutoModelForCausalLM, path, argument, needs_head=needs_head, may_hold_more=not needs_head, **options
     )
+    if model.base_model is model:  # Llama 4's class names a trunk that only its multimodal one has
+        model.base_model_prefix = "model"
     _switch_dropout_off(model)
     fuse_layers(model)
     # A flash kernel needs a GPU: `varlen` stands in, which is told of a pack as it is, by arguments of each layer.
@@ -116,12 +118,12 @@ def load_policy(
 
 
 def _switch_dropout_off(model: "PreTrainedModel") -> None:
-    """Set every dropout to 0, attention's numbers too: all passes must see the same function."""
+    """Set every dropout and jitter to 0, those that are numbers too: all passes must see the same function."""
     for owner in (model.config, model.config.get_text_config(), *model.modules()):
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):
-            if "drop" in name and isinstance(value, float) and value:
+            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:
                 setattr(owner, name, 0.0)
 
 
@@ -349,9 +351,8 @@ def load_shapes(path: str, lora: LoRA | None = None, *, is_half: bool = False) -
 
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=_dtype_of(lora, is_half), attn_implementation=register_varlen()
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype_of(lora, is_half), attn_implementation="eager")
+        model.set_attn_implementation(register_varlen())  # GPT-J and others are not built with it
         fuse_layers(model)
         return with_adapters(model, lora)
 

@@ -51,6 +51,12 @@ def test_experts_count_where_tokens_are_routed_to_them(tmp_path: Path) -> None:
     assert counts[1] - counts[0] == pytest.approx(6 * experts / 4 * 12)
 
 
+def test_layers_of_different_heads_count_as_the_first(tmp_path: Path) -> None:
+    model: Any = load_policy(save_architecture("gemma4_text", tmp_path))
+    once, twice = (float(train_flops(model, torch.tensor(lengths), torch.tensor(0))) for lengths in ([7, 7], [14]))
+    assert twice - once == pytest.approx(12 * model.config.num_hidden_layers * 2 * 32 * (14**2 - 2 * 7**2))
+
+
 def test_work_of_a_step_does_not_depend_on_its_micro_batches(policy_path: str) -> None:
     model, critic = load_policy(policy_path), load_policy(policy_path, lora=LoRA(rank=4))  # of which less is trained
     batch = make_batch([3, 2, 4], [6, 9, 2])

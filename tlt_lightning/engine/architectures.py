@@ -82,5 +82,6 @@ def check_head_size(policy: str, supported: Sequence[int]) -> None:
 
 
 def head_size(config: Any) -> int:
-    """Return the size of an attention head of a Hugging Face config; many leave it to the division."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    """Return the size of an attention head of a Hugging Face config, of the first layer where layers differ."""
+    layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads

@@ -101,7 +101,8 @@ class TransformersEngine(RolloutEngine):
         if self._model is None or self._sampling is None:
             raise RuntimeError("`add` found nobody reading `generate`; call it between two of its responses.")
         taken = [request.id for request in self._waiting]
-        check_requests(requests, self._sampling, vocab_size=self._model.config.vocab_size, taken=taken)
+        vocab_size = self._model.config.get_text_config().vocab_size
+        check_requests(requests, self._sampling, vocab_size=vocab_size, taken=taken)
         self._waiting += requests
 
     @override
