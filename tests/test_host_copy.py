@@ -1,3 +1,7 @@
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -63,3 +67,27 @@ def test_copies_of_a_gpu_are_complete_when_read_and_page_locked() -> None:
     copy.fill([("weight", torch.zeros(1 << 24))])  # of a checkpoint
     assert copy.tensors["weight"].is_pinned()
     assert copy.tensors["weight"].max() == 0
+
+
+@pytest.mark.gpu
+def test_page_locked_memory_is_as_large_as_its_tensor_and_follows_the_gpu_after_a_fork() -> None:
+    copy, weight = HostCopy(), torch.zeros((1 << 29) + 5, dtype=torch.uint8, device="cuda")
+    before = _resident_mib()
+    copy.fill([("weight", weight), ("empty", weight[:0]), ("half", torch.ones(3, dtype=torch.bfloat16, device="cuda"))])
+    assert copy.tensors["half"].tolist() == [1, 1, 1]
+    assert copy.tensors["empty"].numel() == 0
+    assert 500 < _resident_mib() - before < 700  # PyTorch's own would have 1,024
+    if (child := os.fork()) == 0:
+        time.sleep(1)
+        os._exit(0)
+    copy.tensors["weight"].fill_(1)  # this process writes to its pages while the child holds what it was given
+    copy.fill([("weight", weight + 2)])
+    assert copy.tensors["weight"].min() == copy.tensors["weight"].max() == 2
+    os.waitpid(child, 0)
+    copy.fill([])
+    assert _resident_mib() - before < 200
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,8 +1,10 @@
 """Copy into host memory: device tensors into page-locked memory that is used again, and rows by one thread."""
 
+import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import deepcopy
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +18,32 @@ def copy_alone(rows: Tensor, place: Tensor) -> None:
     PyTorch would share the work among threads, and wait for each of them where other programs take a core.
     """
     np.copyto(place.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
+
+
+class _PageLocked(mmap.mmap):
+    """Holds bytes that a GPU copies to; exactly as many as asked for, where PyTorch takes the next power of two."""
+
+    _cudart: Any
+    _address: int
+
+    def __new__(cls, size: int) -> Self:
+        memory = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A child would share the pages: the next write here would go to a copy of its page, the GPU's to the child's.
+        memory.madvise(mmap.MADV_DONTFORK)
+        with suppress(OSError):  # a kernel without huge pages; with them page-locking takes half the time
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory._cudart = torch.cuda.cudart()
+        memory._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(int(memory._cudart.cudaHostRegister(memory._address, size, 0)))
+        return memory
+
+    def __del__(self) -> None:
+        self._cudart.cudaHostUnregister(self._address)
+
+
+def _page_locked(like: Tensor) -> Tensor:
+    """Return page-locked memory for a tensor."""
+    return torch.frombuffer(_PageLocked(like.nbytes), dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
 class HostCopy:
@@ -34,6 +62,9 @@ class HostCopy:
         self._tensors: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
+    def __del__(self) -> None:
+        self.tensors  # noqa: B018 - a GPU may still copy to what is freed
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Return the last copy, complete; the next `fill` may reuse the memory."""
@@ -47,10 +78,10 @@ class HostCopy:
         earlier, self._tensors = self.tensors, {}
         device: torch.device | None = None
         for name, tensor in tensors:
-            host = earlier.get(name)
-            must_pin = tensor.is_cuda and host is not None and not host.is_pinned()
-            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype or must_pin:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            host, pins = earlier.get(name), tensor.is_cuda and tensor.nbytes > 0
+            fits = host is not None and host.shape == tensor.shape and host.dtype == tensor.dtype
+            if host is None or not fits or (pins and not host.is_pinned()):
+                host = _page_locked(tensor) if pins else torch.empty(tensor.shape, dtype=tensor.dtype)
             self._tensors[name] = host.copy_(tensor.detach(), non_blocking=True)
             device = tensor.device if tensor.is_cuda else device
         if device is not None:
