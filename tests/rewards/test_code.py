@@ -82,6 +82,22 @@ def test_a_program_s_own_builtins_are_not_those_of_its_check(trick: str) -> None
     assert score("def sum(a, b):\n    return a * b", {"test": "assert sum(2, 3) == 6"}) == 1.0
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Any:\n    def __eq__(self, other):\n        return True\n\ndef double(x):\n    return Any()\n",
+        "def double(x):\n    return type('Any', (str,), {'__eq__': lambda self, other: True})()\n",
+    ],
+)
+def test_what_equals_anything_does_not_pass(code: str) -> None:
+    assert score(code) == 0.0
+
+
+@pytest.mark.parametrize("equal", ["type(self) is type(other)", "self.value == other.value", "NotImplemented"])
+def test_a_program_s_classes_may_have_their_own_equality(equal: str) -> None:
+    assert score(f"class Own:\n    def __eq__(self, other):\n        return {equal}\n\n{DOUBLE}") == 1.0
+
+
 def test_lists_and_scripts_of_asserts() -> None:
     assert score(DOUBLE) == 1.0
     assert score(DOUBLE, {"test": "assert double(1) == 2"}) == 1.0

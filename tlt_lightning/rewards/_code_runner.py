@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 MAX_FILE_BYTES = 64 << 20
@@ -39,8 +40,27 @@ def main() -> None:
         own = {name: value for name, value in names.items() if name in ("__name__", entry_point) or name not in known}
         names = {**own, "__builtins__": known}
     exec(compile(request["tests"], "tests.py", "exec"), names)
+    if any(map(equals_anything, subclasses(object))):  # whose objects pass each test that compares
+        os._exit(0)
     os.write(reply, request["token"].encode())
     os._exit(0)  # threads and exit handlers of the program have no say any more
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    """Yield all classes below one, some of them twice."""
+    each: type
+    for each in type.__subclasses__(kind):
+        yield each
+        yield from subclasses(each)
+
+
+def equals_anything(kind: type) -> bool:
+    """Return True if a class has an `__eq__` of the program's that asks nothing of its object."""
+    equal: Any = vars(kind).get("__eq__")
+    try:
+        return equal.__code__.co_filename == "program.py" and equal(None, object()) is True
+    except Exception:  # it has none of the program's, or looks at its object
+        return False
 
 
 def enter_namespaces() -> bool:

@@ -36,7 +36,7 @@ class PythonTests:
     the kernel allows it, adds process and network namespaces: nothing the code starts outlives it and no network is
     reachable. Elsewhere Python refuses to open sockets, programs that the code starts may still use the network or
     survive, and a warning says so. Either way the code can read and delete your files and forge its result. Run
-    untrusted policies in a container.
+    untrusted policies in a container. A class whose `__eq__` is True of anything fails, the simplest of forgeries.
 
     The code is the response's last fenced block that defines a name which the tests use (later blocks show its use), or
     else the last one, or else the whole response; blocks marked as Python go before others. The row holds `test`:
