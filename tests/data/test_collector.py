@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,17 @@ def test_responses_come_in_order_by_group_with_their_rewards(collector: RolloutC
     assert all(rollout.rewards == {"one": 1.0} and rollout.reward == 0.5 for rollout in rollouts)
     assert hooks == ["on_rollout_start", "on_rollout_progress", "on_rollout_progress", "on_rollout_idle"]
     assert collector.engine.calls == ["wake", "sleep"]  # type: ignore[attr-defined]
+
+
+def test_a_reward_that_does_not_apply_is_no_part_of_the_sum(collector: RolloutCollector) -> None:
+    def odd(completions: list[str], number: list[int]) -> list[float | None]:
+        return [1.0 if number[0] % 2 else None]
+
+    collector.rewards = RewardPool([*collector.rewards.terms, RewardTerm(function=odd, weight=2.0)])
+    rollouts = collect(collector, [replace(prompt, row={"number": place}) for place, prompt in enumerate(PROMPTS)])
+    assert [rollout.reward for rollout in rollouts[::2]] == [0.5, 2.5, 0.5, 2.5, 0.5]
+    assert [rollout.rewards for rollout in rollouts[1:4:2]] == [{"one": 1.0}, {"one": 1.0, "odd": 1.0}]
+    collector.rewards.close()
 
 
 def test_speed_and_long_tail_are_those_of_the_engine_whoever_asked_for_its_responses(
@@ -228,10 +240,10 @@ def test_tokens_of_earlier_rollouts_do_not_count_as_written(collector: RolloutCo
 def test_a_further_rollout_that_what_was_put_aside_is_enough_for_lets_the_engine_sleep_and_tells_nothing_of_it(
     collector: RolloutCollector, hooks: list[str]
 ) -> None:
-    stats = iter([{"speculation/acceptance_length": 3.0}, {"speculation/acceptance_length": 1.0}])
-    collector.engine.stats = lambda: next(stats)  # type: ignore[method-assign]
+    collector.engine.stats = lambda: {"speculation/acceptance_length": 3.0}  # type: ignore[method-assign]
     collect(collector)
     hooks.clear()
+    collector.engine.stats = lambda: {"speculation/acceptance_length": 1.0}  # type: ignore[method-assign]
     ended = Response(0, [5, 1], [-1.0, -1.0], "stop", (0,))
     group = PendingGroup(prompt=0, draw=0, drawn_in=0, begun_in=0, responses=(ended, ended))
     course = RolloutUnderWay(PartialRollout(), RolloutDemand(wanted=1, iteration=1, is_first=False), [group], 2)

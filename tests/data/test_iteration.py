@@ -18,7 +18,7 @@ from tlt_lightning.data.iteration_settings import IterationSettings
 from tlt_lightning.data.prompts import PromptCursor
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import GRPO, ReinforcePlusPlus
-from tlt_lightning.rollout import Prompt, Request, Response, Rollout, RolloutBatch, collate
+from tlt_lightning.rollout import Prompt, Response, Rollout, RolloutBatch, collate
 from tlt_lightning.schedules.answer_lengths import AnswerLengths
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.under_way import RolloutUnderWay
@@ -44,15 +44,13 @@ class Answers:
     def __init__(self, version: int) -> None:
         self.version, self.calls, self.metrics = version, [], {"rollout/seconds": 2.0}
         self.engine, self.rewards = SimpleNamespace(state_dict=dict), SimpleNamespace(terms=["score"])
-        self.requests: list[Request] = []
 
     def collect(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, under_way: RolloutUnderWay, **arguments: Any
     ) -> list[Rollout]:
         self.calls.append((prompts, under_way, arguments))
         ids = [prompt.ids for prompt in prompts]
-        self.requests = under_way.requests(ids, has_seeds=True)
-        for request in self.requests:
+        for request in under_way.requests(ids):
             length = 1 + len(request.prompt_ids)
             versions, counts = ((0, self.version), (length - 1, 1)) if self.version else ((0,), ())
             under_way.add(Response(request.id, [9] * length, [-1.0] * length, "stop", versions, version_tokens=counts))

@@ -21,12 +21,15 @@ class Engine:
 
     def __init__(self) -> None:
         self.updates: list[int] = []
+        self.warmed: list[int] = []
+        self.fails = False
 
     def update_weights(self, tensors: Any, version: int) -> None:
-        self.policy_version = version
         self.updates.append(version)
+        assert not self.fails
 
-    def warm_up(self, num_requests: int = 1) -> None: ...
+    def warm_up(self, num_requests: int = 1) -> None:
+        self.warmed.append(num_requests)
 
 
 def trainer_of(strategy: Any) -> Any:
@@ -40,8 +43,23 @@ def test_weights_are_brought_when_anybody_has_changed_them() -> None:
         weights.sync(trainer)
     with torch.no_grad():
         trainer.lightning_module.weight.data += 1
-    weights.sync(trainer)
+    weights.sync(trainer, 7)
     assert engine.updates == [3, 3]
+    assert engine.warmed == [1, 7]
+
+
+def test_after_an_update_that_failed_even_the_weights_of_before_are_brought_again() -> None:
+    engine: Any = Engine()
+    weights, trainer = WeightSync(engine), trainer_of(None)
+    weights.sync(trainer)
+    before = trainer.lightning_module.weight.data.clone()
+    trainer.lightning_module.weight.data += 1
+    engine.fails = True
+    with pytest.raises(AssertionError):
+        weights.sync(trainer)
+    engine.fails, trainer.lightning_module.weight.data = False, before
+    weights.sync(trainer)
+    assert engine.updates == [3] * 3
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [(FSDP2Strategy(), 1), (SimpleNamespace(), 2)])
@@ -52,7 +70,7 @@ def test_a_change_that_only_another_rank_sees_is_brought_too(strategy: Any, num_
 
     def ask(own: bool, all: bool) -> bool:
         asked.append(own)
-        return False
+        return not all
 
     strategy.reduce_boolean_decision = ask
     weights, trainer = WeightSync(engine), trainer_of(strategy)

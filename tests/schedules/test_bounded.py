@@ -179,6 +179,11 @@ def test_what_could_not_come_in_time_after_a_resume_on_fewer_ranks_is_begun_anew
         (4, 4, True),
     ]
     assert num_fresh == 0
+    taken_up, _ = AsyncRollout(1).begin(RolloutDemand(wanted=2, iteration=4), groups[:4])
+    assert [(group.draw, group.begun_in) for group in taken_up if not group.responses] == [(2, 4)]
+    # A further rollout takes some of what the first has left in time, and the next ones the rest.
+    further = RolloutDemand(wanted=1, iteration=4, is_first=False)
+    assert AsyncRollout(1).begin(further, groups[:4]) == (groups[:4], 0)
     done = Run(AsyncRollout(1), 0, wanted=2)
     done.backlog.deferred, done.position, done.iteration = groups, len(groups), 4
     for _ in range(6):

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from tlt_lightning import PartialRollout, SynchronousSchedule, TailBatching
 from tlt_lightning.metrics import IterationLog
-from tlt_lightning.rollout import Response
+from tlt_lightning.rollout import Request, Response
 from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import PendingGroup, RolloutDemand
 from tlt_lightning.schedules.under_way import RolloutUnderWay
@@ -28,11 +30,28 @@ class LastEnded(SynchronousSchedule):
         return list(complete[-demand.wanted :])
 
 
+def test_each_response_has_noise_of_its_own_the_same_wherever_its_group_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings of the same noise would be the same text, from which nothing is learned."""
+    groups = [group(0), replace(group(3), expected_tokens=7.5)]
+
+    def requests(*places: int) -> list[Request]:
+        demand = RolloutDemand(wanted=len(places), iteration=0)
+        course = RolloutUnderWay(SynchronousSchedule(), demand, [groups[place] for place in places], 2)
+        return course.requests([[5]] * len(places), has_seeds=True)
+
+    both = requests(0, 1)
+    assert [request.expected_tokens for request in both] == [0.0, 0.0, 7.5, 7.5]
+    assert requests(1) == both[2:]
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    assert len({request.seed for request in (*both, *requests(0, 1))}) == 8
+
+
 def test_the_engine_is_stopped_once_and_the_choice_stands_whatever_ends_before_it_has() -> None:
     course = RolloutUnderWay(LastEnded(), RolloutDemand(wanted=1, iteration=0), [group(0), group(1), group(2)], 1)
     assert not course.add(response(2, reason="unfinished"))
     assert [course.add(response(number)) for number in (1, 0, 2)] == [True, False, False]
     assert course.taken == [1]
+    assert [(each.draw, each.deferrals) for each in course.deferred()] == [(0, 1), (2, 1)]
 
 
 def test_a_rollout_to_the_end_stops_nothing_and_logs_nothing_of_what_waits() -> None:
@@ -53,6 +72,17 @@ def test_partial_rollouts_choose_as_soon_as_what_is_due_is_whole_and_then_by_the
     assert choose(demand, [*fresh, group(4, begun=0)], [3, 2, 4]) == [3, 4]
     both_due = [group(0, begun=0), group(1, begun=0), *fresh[2:]]
     assert choose(demand, both_due, [1, 0]) == [0, 1]  # in order, whichever ended first
+
+
+def test_weights_are_remembered_as_long_as_what_they_began_waits() -> None:
+    backlog = Backlog(PartialRollout())
+    backlog.written_in = {0: 2, 4: 3, 8: 4, 12: 5}
+    backlog.deferred = [group(0, begun=4), group(1, begun=3)]
+    backlog.note_weights(16, 6)
+    assert backlog.written_in == {4: 3, 8: 4, 12: 5, 16: 6}
+    backlog.deferred = []
+    backlog.note_weights(20, 7)
+    assert backlog.written_in == {20: 7}
 
 
 def test_tail_batching_starts_those_with_the_shortest_earlier_answers_and_waits_for_all() -> None:

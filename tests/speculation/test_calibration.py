@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
+from itertools import groupby, takewhile
 from queue import Queue
 from types import SimpleNamespace
 
@@ -87,6 +88,18 @@ def test_a_machine_that_slows_down_meanwhile_does_not_make_later_arms_look_slowe
     factors = sorted(measured[1, Strategy(k)] / plain for k in (1, 2, 3, 5, 7))
     assert factors[2:] == pytest.approx([1.5] * 3)  # one turn at most has a slow half
     assert factors[0] > 0.9
+
+
+def test_an_arm_is_compared_with_the_plain_turns_beside_it_each_by_its_fastest_step() -> None:
+    def seconds(size: int, strategy: Strategy) -> float:
+        num_plain = [arm for arm, _ in groupby(machine.drafted)].count(OFF)  # the first of them warms up
+        num_steps = len(list(takewhile(strategy.__eq__, reversed(machine.drafted))))
+        return (2.0 ** (num_plain - 2) if strategy.is_off else 3.0) + 10.0 * (num_steps == 3)
+
+    machine = Machine(seconds)
+    measured = machine.measure(CostModelSelector((1, 3)), 1)  # off takes 1.0, 2.0 and 4.0
+    assert measured == {(1, OFF): 2.0, (1, Strategy(1)): 4.0, (1, Strategy(3)): 2.0}
+    assert [step.error for step in machine.steps] == [(4.0 - 1.0) / 2 / 2.0, LEAST_ERROR, LEAST_ERROR]
 
 
 def test_what_scatters_is_trusted_less() -> None:

@@ -10,7 +10,7 @@ from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning.speculation import BEGMABSelector, CostModelSelector, FixedSelector
 from tlt_lightning.speculation.alarm import AcceptanceAlarm
 from tlt_lightning.speculation.controller import StepPlan, StepResult, StrategyController
-from tlt_lightning.speculation.lookup import LEARNED, LookupDrafter, Source
+from tlt_lightning.speculation.lookup import LEARNED, PRIOR_COUNT, LookupDrafter, Source
 from tlt_lightning.speculation.strategy import OFF, MeasuredStep, SelectorState, Strategy, StrategySelector
 
 
@@ -114,6 +114,8 @@ def test_steps_that_look_up_draft_from_what_others_write_until_the_rollout_ends(
     texts["a"].append(23)
     texts["b"].append(20)
     assert look_up(Strategy(3, "sibling")) == {"b": [21, 22, 23]}  # each step reads on
+    control.finished(result(control.plan(1, 0.0, 0), [3, 3], [4, 1], sources=[("sibling", 8), None]))
+    assert lookups.scores.expected(("sibling", 8), 5) == 4 + (3 - 4) / (PRIOR_COUNT + 1)
     lookups.remove("b")
     assert look_up(Strategy(3, "sibling")) == {}
     control.end_rollout()

@@ -63,6 +63,15 @@ def test_the_text_itself_is_looked_up_alone_when_asked_for() -> None:
     assert made.drafts("b", [*PROMPT, 20, 21], SIBLING) == [22]
 
 
+def test_where_siblings_are_off_none_is_looked_in_and_a_prompt_is_read_by_its_first_response() -> None:
+    made = Texts(siblings=False, ngram=True)
+    made.grow("a", [20, 21, 22, 23, 24])
+    assert made.drafts("b", [*PROMPT, 20, 21], MIXED) == []
+    made, prompt = Texts(), list(range(30, 50))
+    made.begin("c", prompt)
+    assert made.drafts("c", [*prompt, 31, 32]) == [33, 34, 35]
+
+
 def test_responses_are_looked_up_until_the_rollout_ends() -> None:
     made = Texts()
     made.grow("a", [20, 21, 22])
@@ -164,6 +173,8 @@ def test_scores_start_from_a_prior_and_forget() -> None:
     assert scores.expected(source, 2) == 2
     scores.update(source, 0)
     assert scores.expected(source, 5) == 4 * PRIOR_COUNT / (PRIOR_COUNT + 1)
+    scores.update(source, 1)
+    assert scores.expected(source, 5) == pytest.approx((4 * PRIOR_COUNT + 1) / (PRIOR_COUNT + 2))
     for _ in range(500):
         scores.update(source, 3)
     assert abs(scores.expected(source, 5) - 3) < 0.01

@@ -138,6 +138,15 @@ def test_common_matches_keep_a_bounded_number_of_continuations():
     assert len(entry) == 16
 
 
+def test_of_many_continuations_the_rarest_makes_room_for_a_new_one_alone():
+    index = SuffixIndex()
+    for token in (*range(100, 116), 100, 116):  # one comes again when there is no room, and then a new one
+        index.append(0, token, [1, 2, token])
+    assert proposed(index, 0, [1, 2], 1) == [100]
+    index.append(0, 101, [1, 2, 101])  # it had made room
+    assert proposed(index, 0, [1, 2], 1) == [100]
+
+
 def test_equal_hashes_are_not_equal_texts():
     assert hash((-1, 5)) == hash((-2, 5))
     index = SuffixIndex()
