@@ -66,7 +66,7 @@ class Backlog:
         taken_up = {group.draw: group for group in groups}
         before = [group for group in self.deferred if group.draw in taken_up]
         self.deferred = [group for group in self.deferred if group.draw not in taken_up]
-        thrown_away = [group for group in before if group.responses and not taken_up[group.draw].responses]
+        thrown_away = [group for group in before if not taken_up[group.draw].responses]
         if any(group.responses for group in before):
             log.sum("schedule/tokens_thrown_away", sum(group.num_tokens for group in thrown_away))
             log.sum("schedule/tokens_read_again", sum(group.num_unfinished_tokens for group in groups))

@@ -133,7 +133,7 @@ class LookupDrafter:
         if text is None:
             return None
         num_known, best, most = len(text.tokens), None, -1.0
-        tail = text.tokens[max(0, num_known - MATCH_LENGTHS[0]) :]
+        tail = text.tokens[-MATCH_LENGTHS[0] :]
         if strategy.drafter == "mixed":
             self._num_mixed += 1
             if self._num_mixed % TRIAL_PERIOD:

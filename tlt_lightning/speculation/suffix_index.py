@@ -76,10 +76,8 @@ class SuffixIndex:
             self._note(held, written, token, place)
             written.append(token)
         self.num_tokens += len(tokens)
-        while self.num_tokens > MAX_TOKENS and len(self._groups) > 1:
+        while self.num_tokens > MAX_TOKENS:
             self.clear(next(iter(self._groups)))
-        if self.num_tokens > MAX_TOKENS:
-            self.clear(group)
 
     def look_up(self, group: Hashable, tail: Sequence[int], num_draft_tokens: int) -> tuple[list[int], int]:
         """Return tokens that followed the longest match, and the match's length; else ([], 0).
