@@ -116,7 +116,7 @@ def conversation() -> Response:
     """Three tokens of weights 0, two observed, one of weights 0 and two of weights 1, one observed."""
     first = Response(0, [10, 11, 12], [-0.1, -0.2, -0.3], "stop", (0,), [(1, "ngram", 4, 4)]).observing([20, 21])
     went_on = joined(Request(0, [2], written=first), Response(0, [13], [-0.4], "unfinished", (0,)))
-    more = Response(0, [14, 15], [-0.5, -0.6], "stop", (1,), [(0, "sibling", 3, 3)])
+    more = Response(0, [14, 15], [-0.5, -0.6], "stop", (1,), [(1, "sibling", 3, 3)])
     return joined(Request(0, [2], written=went_on), more).observing([22])
 
 
@@ -129,7 +129,7 @@ def test_what_an_environment_wrote_is_part_of_the_text_and_of_no_turn_of_the_pol
     assert response.num_written == 6
     assert response.segments == ((0, 6), (1, 3))  # without gaps
     assert response.is_unfinished
-    assert response.num_kept == {"ngram": 2, "sibling": 2}  # a draft of 4 at token 1, but its turn has 3 tokens
+    assert response.num_kept == {"ngram": 2, "sibling": 1}  # of the turn whose draft it was
 
 
 def test_observations_have_no_mask_and_no_weight_in_the_loss() -> None:

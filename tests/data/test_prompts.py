@@ -127,7 +127,7 @@ def test_chat_options_without_a_chat_template_are_an_error(
 def test_long_prompts_are_dropped_and_reported(
     policy_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "1 2 3 4 5 6", "answer": 0}, {"prompt": "1", "answer": 0}])
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1 2 3 4 5 6", "answer": 0}, {"prompt": "1 2 3 4", "answer": 0}])
     tokenizer = load_tokenizer(policy_path)
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(PromptSource(path=path), tokenizer, max_prompt_tokens=4)
@@ -298,7 +298,7 @@ def test_cursor_uses_every_prompt_once_a_pass_in_changing_order() -> None:
     cursor = PromptCursor(5, seed=1)
     first, second = cursor.peek(10)[:5], cursor.peek(10)[5:]
     assert sorted(first) == sorted(second) == list(range(5))
-    assert first != second
+    assert first != second != PromptCursor(5, seed=2).peek(5)
 
 
 def test_cursor_goes_on_where_it_was() -> None:

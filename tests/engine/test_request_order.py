@@ -50,5 +50,6 @@ def test_a_group_is_known_while_it_has_requests() -> None:
     order.end(0, 80)
     order.end(0, None)  # stopped: its length tells nothing
     assert order.expected(0, []) == (2 * 50 + 80) / 3
+    assert order.expected(0, [10, 60]) == (2 * 50 + 80 + 80 + 120) / 5
     order.end(0, 90)
     assert not any(vars(order).values())

@@ -79,6 +79,7 @@ class Scale:
         (lambda data_source, solution_str, ground_truth: 0.0, "data_source, solution_str, ground_truth"),
         (lambda *, prompt, response, row: 0.0, r"\*, prompt, response, row"),
         (lambda prompt, response, **row: 0.0, r"prompt, response, \*\*row"),
+        (lambda prompt, ground_truth, row: 0.0, "prompt, ground_truth, row"),
         (Scale, "factor.*"),
     ],
 )
@@ -205,6 +206,8 @@ def trl_bare(completions: list, solution: list) -> list[float]:
 def test_a_function_of_trl_gets_no_more_than_it_takes() -> None:
     term = RewardTerm(function=trl_bare)
     assert term("question", "4", {"prompt": "question", "answer": None, "solution": "4"}) == [1.0]
+    every = RewardTerm(function=lambda completions, **columns: [sorted(columns)])
+    assert every("question", "4", {"prompt": "question", "answer": None}) == [["answer", "prompts"]]
 
 
 @pytest.mark.parametrize("function", [countdown, exact_match, math_equivalence, multiple_choice])

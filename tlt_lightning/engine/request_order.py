@@ -23,8 +23,7 @@ class RequestOrder:
     def begin(self, group: int, expected_tokens: float) -> None:
         """Take up a request with the mean length of earlier answers to its prompt; 0 if there are none."""
         self._num_open[group] += 1
-        if expected_tokens:
-            self._history[group] = expected_tokens
+        self._history[group] = expected_tokens
 
     def end(self, group: int, num_tokens: int | None) -> None:
         """Learn the length of a response, None of one that was stopped; forget a group whose last one this was."""
