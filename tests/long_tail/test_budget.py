@@ -140,14 +140,23 @@ def test_a_rest_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.text.count("The draft head is not trained for now") == caplog.text.count(what) == 1
 
 
+def test_a_rest_lasts_until_its_share_of_the_run_has_paid_for_what_training_takes() -> None:
+    budget, num_rests = AdaptiveBudget(trial=0.5, overhead=0.005), 0
+    budget.note_iteration(replace(TOOK, cost=3.5, training_seconds=2.5))  # leaves 0.5 s
+    while budget.decide(num_rests, None) is None:
+        budget.note_iteration(replace(TOOK, cost=0.0, training_seconds=0.0, share=0.0))
+        num_rests += 1
+    assert num_rests == 23  # 0.05 s each, for a decision of 1 s and training of an eighth of 5 s
+
+
 def test_two_decisions_that_do_not_pay_leave_an_eighth_and_one_that_pays_all() -> None:
-    budget = AdaptiveBudget(trial=1e3)
+    budget = AdaptiveBudget(most=2.0, trial=1e3)
     budget.note_iteration(TOOK)
     shares = []
     for each in (NOTHING, NOTHING, NOTHING, decision(2.0, 2.4, 0.1, is_published=True), NOTHING):
         budget.note_decision(each)
         shares.append(budget.decide(1, None))
-    assert shares == [1.0, 0.125, 0.125, 1.0, 1.0]
+    assert shares == [2.0, 0.25, 0.25, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(("remaining", "iterations"), [(None, 10), (1000, 10), (4, 4)])
@@ -188,6 +197,7 @@ def test_idle_windows_cost_nothing_and_are_affordable_without_a_balance() -> Non
     decisions = []
     for idle_share in (0.0, 1.0):
         budget = AdaptiveBudget(trial=0.5)
+        budget.note_costs(step=1.0, decision=0.0)
         budget.note_iteration(replace(TOOK, cost=3.99, training_seconds=3.99, share=1.0, idle_share=idle_share))
         decisions.append(budget.decide(1, None))
     assert decisions == [None, 1.0]
@@ -195,13 +205,13 @@ def test_idle_windows_cost_nothing_and_are_affordable_without_a_balance() -> Non
 
 def test_a_head_that_is_hardly_asked_is_hardly_worth_training() -> None:
     savings = []
-    for learned_share in (1.0, 0.0):
+    for learned_share in (1.0, 0.0, None):  # a cold head may turn out to draft in all of it
         budget = AdaptiveBudget()
         for _ in range(20):
             budget.note_iteration(replace(TOOK, learned_share=learned_share))
         budget.note_decision(decision(2.0, 2.4, 0.1, is_published=True))
         savings.append(budget.metrics()["drafter/predicted_saving_s"])
-    assert savings[0] > 20 * savings[1]
+    assert savings[2] == savings[0] > 20 * savings[1]
 
 
 @pytest.mark.parametrize("make", [AdaptiveBudget, lambda: AdaptiveBudget(most=0.5)])

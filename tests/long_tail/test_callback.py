@@ -191,9 +191,11 @@ def test_the_next_run_of_a_callback_has_no_texts_of_another_policy() -> None:
     Loop(callback)
     callback.buffer.add(texts_of(8))
     callback.training.seen_version = callback.publisher.data_version = callback.publisher.version = 7
+    callback.training.num_pending = 7
     second, training = Loop(callback), callback.training
     assert training.sum_over_ranks.args == (second.trainer,)  # type: ignore[attr-defined]
     assert (len(callback.buffer), len(callback.buffer.held_out), training.seen_version) == (0, 0, -1)
+    assert training.num_pending == 0
     assert (callback.publisher.version, callback.publisher.data_version) == (7, -1)
 
 
@@ -287,7 +289,7 @@ def test_an_idle_window_is_left_after_some_passes_and_lack_of_memory_ends_no_run
         (1, FixedBudget(0.1), [True] * 4),
         (1, FixedBudget(0.0), [False] * 4),
         (2, FixedBudget(0.0), [True] * 4),  # there are idle windows
-        (1, FixedBudget(0.1, every_n_iterations=2), [False, True, False, True]),
+        (1, FixedBudget(0.1, every_n_iterations=3), [False, False, True, False]),
         (2, FixedBudget(0.1, every_n_iterations=2), [False, True, False, True]),
         (1, AdaptiveBudget(), [True]),  # a trial
     ],

@@ -56,6 +56,19 @@ def test_a_better_head_that_cannot_pay_is_not_published(
     assert ("The engine would be" in caplog.text) is not is_published
 
 
+def test_a_head_that_was_better_when_it_could_not_pay_is_not_published_once_it_is_worse() -> None:
+    publisher, published = publisher_of(OneWeight(0.5)), []
+    for worth, speedup in ((0.9, 0.9), (0.45, 1.1)):
+        publisher.expected_speedup = lambda quality, speedup=speedup: speedup
+        publisher.trainer.train(steps(1))
+        publisher.trainer.drafter.fc.data.fill_(worth)
+        decision = publisher.publish_if_better()
+        assert decision is not None
+        assert decision.bound > 0  # by what was measured before, too
+        published.append(decision.is_published)
+    assert published == [False, False]
+
+
 def test_a_head_that_pays_for_one_rank_is_published_for_all() -> None:
     ranks, versions = Ranks(2), dict[int, int]()
 
@@ -325,6 +338,7 @@ def test_a_resumed_run_goes_on_as_the_other_one() -> None:
     other.trainer.drafter.num_draft_tokens = 5  # of a run whose drafts are longer
     other.load_state_dict(publisher.state_dict())
     assert other.state_dict()["evidence"] == []
+    assert other.quality is None
 
 
 def test_ranks_decide_together_on_the_held_out_text_of_all() -> None:
