@@ -179,6 +179,8 @@ def test_an_engine_has_its_own_speculation_back_for_the_next_run() -> None:
         callback: Any = make_callback()
         callback.on_engine_setup(ROOT, module, engine)
         assert engine.speculation is not given
+        weights = sum(tensor.numel() for tensor in callback.drafter.parameters())
+        assert module.callback_bytes["drafter, trained"] > 4 * weights
         module.hidden_state_request = "of this callback's"
         getattr(callback, ended)(SimpleNamespace(), module, "fit")
         assert engine.speculation is given
@@ -299,6 +301,43 @@ def test_states_are_asked_for_where_the_drafter_trains(
 ) -> None:
     loop = Loop(make_callback(budget=budget), world_size)
     assert [loop.begin_iteration(epoch) for epoch in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize(
+    ("world_size", "share", "expected"),
+    [
+        (1, 0.3, 0.4),  # a quarter is held out
+        (1, 0.001, 0.1 / 0.75),  # enough to decide by
+        (2, 0.3, 1 / 0.75),  # nobody knows what idle windows will take
+    ],
+)
+def test_states_are_asked_for_as_many_as_may_be_trained_on(world_size: int, share: float, expected: float) -> None:
+    loop = Loop(make_callback(share=share), world_size)
+    loop.begin_iteration(0)
+    assert loop.module.hidden_state_request.share == pytest.approx(expected)
+
+
+def test_the_budget_hears_what_is_to_come_and_what_training_takes_on_average_over_ranks() -> None:
+    class Listening(FixedBudget):
+        def decide(self, iteration: int, remaining: int | None) -> float | None:
+            heard.append((iteration, remaining))
+            return super().decide(iteration, remaining)
+
+        def note_costs(self, step: float, decision: float) -> None:
+            heard.append((step, decision))
+
+    heard: list[Any] = []
+    loop = Loop(make_callback(budget=Listening(0.1), pack_tokens=128))
+    for epoch, max_epochs in ((0, 9), (8, 9), (3, -1)):
+        loop.trainer.max_epochs = max_epochs
+        loop.begin_iteration(epoch)
+    assert heard == [(0, 8), (8, 0), (3, None)]
+    training, loop.callback._costs = loop.callback.training, TrainingCosts(step=3.0, judged_token=0.5)
+    training.num_ranks, training.sum_over_ranks = 2, lambda own: own + torch.tensor([1.0, 0.0])
+    loop.callback.buffer.add(texts_of(12))
+    num_judged = sum(map(len, loop.callback.buffer.held_out))
+    loop.callback._note_costs()
+    assert heard[3:] == [(2.0, 2 * 0.5 * num_judged / 2)]  # what is held out is judged twice, before and after
 
 
 def test_the_drafter_of_an_earlier_run_is_kept(
