@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.two_workers import failure, idle_windows, two_workers
@@ -14,6 +16,24 @@ def test_the_window_of_the_first_is_open_until_the_last_is_done() -> None:
                     assert not late.is_open()
                     assert late.num_waiting_for == 0
                 assert not early.is_open()
+
+
+def test_nobody_goes_on_before_the_last_is_done() -> None:
+    with two_workers() as workers, ThreadPoolExecutor() as pool:
+        first, second = idle_windows(workers)
+
+        def wait() -> None:
+            with second.window():
+                pass
+
+        waiting = pool.submit(wait)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        assert second.num_closed == 0
+        with first.window():
+            pass
+        waiting.result(10)
+        assert first.num_closed == second.num_closed == 1
 
 
 def test_a_window_ends_with_the_error_of_another_worker() -> None:
