@@ -120,6 +120,7 @@ def test_a_matrix_has_half_of_adams_state() -> None:
     head = nn.Linear(64, 32, bias=False)
     assert training_bytes(head, MuonWithAuxAdam) == 64 * 32 * (4 + 4 + 4)
     assert training_bytes(head, torch.optim.AdamW) == 64 * 32 * (4 + 4 + 8)
+    assert training_bytes(head.requires_grad_(False), torch.optim.AdamW) == 64 * 32 * 4
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("momentum", 1.0), ("vector_lr", -1.0)])

@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -115,9 +116,9 @@ def test_optimizers_count_by_their_state(build, state: float, policy_path: str) 
 
 def test_a_step_that_is_not_fused_counts_with_its_copy(policy_path: str) -> None:
     trained = sum(p.numel() for p in load_policy(policy_path).parameters())
-    kinds = [torch.optim.AdamW, lambda parameters: torch.optim.AdamW(parameters, foreach=True), torch.optim.SGD]
+    kinds = [partial(torch.optim.AdamW, foreach=each) for each in (None, False, True)] + [torch.optim.SGD]
     plans = [forecast({"policy": TrainedModel(policy_path)}, PASSES, build, {}) for build in kinds]
-    assert [plan.step for plan in plans] == [0, 4 * trained, 4 * trained]
+    assert [plan.step for plan in plans] == [0, 0, 4 * trained, 4 * trained]
 
 
 def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(policy_path: str) -> None:
@@ -125,7 +126,7 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_the_update(policy_path: str)
     awake = replace(plan, engine={"engine, weights": 2 * GIB, "engine, cache": 7 * GIB}, engine_sleeps=False)
     asleep = replace(awake, engine_sleeps=True)
     assert awake.update - asleep.update == pytest.approx(9 * GIB)
-    assert awake.rollout == asleep.rollout > 9 * GIB
+    assert awake.rollout == asleep.rollout == pytest.approx(9 * GIB + sum(plan.held.values()) - plan.held["gradients"])
     assert plan.held["reference"] == plan.held["policy"]
     assert "| engine, cache | 7.00 |" in asleep.table()
 
@@ -159,20 +160,32 @@ def test_logits_of_a_large_vocabulary_are_held_twice(tmp_path) -> None:
     assert plan.activations["logits"] == 2 * PASSES.micro_batch_tokens * 4000 * 4
 
 
-def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(policy_path: str) -> None:
-    models = {"policy": TrainedModel(policy_path)}
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["full", "lora"])
+def test_shards_divide_what_is_held_and_what_is_gathered_comes_on_top(
+    lora: LoRA | None, is_autocast: bool, policy_path: str
+) -> None:
+    models, passes = {"policy": TrainedModel(policy_path, lora)}, replace(PASSES, is_autocast=is_autocast)
     alone, shared = (
-        forecast(models, replace(PASSES, num_shards=ranks), torch.optim.AdamW, {"reference": policy_path})
+        forecast(
+            models,
+            replace(passes, num_shards=ranks),
+            partial(torch.optim.AdamW, foreach=True),
+            {"reference": policy_path},
+        )
         for ranks in (1, 2)
     )
     for name in ("policy", "reference", "gradients", "optimizer"):
-        assert shared.held[name] == alone.held[name] / 2
-    assert shared.step == alone.step / 2
-    model = load_policy(policy_path)
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+        assert shared.held[name] == alone.held[name] / 2 > 0
+    assert shared.step == alone.step / 2 > 0
+    model = load_policy(policy_path, lora=lora)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert alone.held["gradients"] == alone.held["optimizer"] / 2 == 4 * trained
+    layer = sum(p.numel() for p in causal_lm(model).model.layers[0].parameters())
     root = sum(p.numel() for p in model.parameters()) - 2 * layer
-    width = 2 if PASSES.is_autocast else 4
-    assert shared.activations["gathered"] == width * (root + 2 * layer) + (width + 4) * root
+    width = 2 if is_autocast else 4
+    gradients = (width + 4) * root if lora is None else 0  # those of adapters are a layer's
+    assert shared.activations["gathered"] == width * (root + 2 * layer) + gradients
     assert "gathered" not in alone.activations
 
 

@@ -14,9 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tests.support.architectures import save_architecture
 from tests.support.rl_runs import make_module
 from tlt_lightning import RLModule, VLLMEngine
+from tlt_lightning.adapters import LoRA
+from tlt_lightning.objectives import GRPO, PPO, Distillation, KLPenalty
+from tlt_lightning.training.critic import CriticConfig
 from tlt_lightning.training.memory import pass_size
-from tlt_lightning.training.memory.forecast import GIB, MemoryForecast
-from tlt_lightning.training.memory.pass_size import choose_on_device, choose_passes, pass_sizes
+from tlt_lightning.training.memory.forecast import GIB, MemoryForecast, TrainedModel
+from tlt_lightning.training.memory.pass_size import choose_on_device, choose_passes, pass_sizes, run_passes
 from tlt_lightning.training.memory.passes import Passes
 
 
@@ -77,6 +80,46 @@ def test_an_engine_that_does_not_sleep_takes_room(
 ) -> None:
     passes = chosen(monkeypatch, candidates(1536), 55, engine_gib=10, engine_sleeps=engine_sleeps)
     assert passes.micro_batch_tokens == tokens
+
+
+KL, LORA = GRPO(loss_kl=KLPenalty(coef=0.1)), LoRA(rank=4)
+
+
+@pytest.mark.parametrize(
+    ("module", "trained", "frozen", "teacher"),
+    [
+        (RLModule("p", GRPO(), critic=CriticConfig(path="c"), reference="r"), {}, {}, None),  # it uses none
+        (RLModule("p", PPO(), critic=CriticConfig()), {}, {}, None),  # on the policy's trunk
+        (RLModule("p", PPO(), critic=CriticConfig(path="c", lora=LORA)), {"critic": TrainedModel("c", LORA)}, {}, None),
+        (RLModule("p", KL), {}, {"reference": "p"}, None),
+        (RLModule("p", KL, reference="r"), {}, {"reference": "r"}, None),
+        (RLModule("p", KL, lora=LORA), {}, {}, None),  # the policy without its adapters
+        (RLModule("p", KL, lora=LORA, reference="r"), {}, {"reference": "r"}, None),
+        (RLModule("p", Distillation(), reference="r"), {}, {"reference": "r"}, "r"),
+    ],
+)
+def test_every_model_that_a_run_holds_is_counted(
+    module: Any, trained: Any, frozen: Any, teacher: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+
+    def plan(models: Any, passes: Passes, optimizer: Any, *others: Any) -> MemoryForecast:
+        counted.append((models, *others))
+        return MemoryForecast({}, {}, 0.0)
+
+    monkeypatch.setattr(pass_size, "forecast", plan)
+    choose_passes(module, candidates(64, 64), inf, free=inf, engine={}, engine_sleeps=True)
+    assert counted == [({"policy": TrainedModel("p", module.lora), **trained}, frozen, teacher)]
+
+
+@pytest.mark.parametrize(("precision", "is_autocast"), [("32-true", False), ("bf16-mixed", True)])
+def test_passes_are_those_of_the_run(precision: str, is_autocast: bool) -> None:
+    trainer: Any = SimpleNamespace(precision=precision, strategy=SimpleNamespace())
+    module = RLModule("p", gradient_checkpointing=not is_autocast)
+    alone = Passes(96, 64, is_autocast=is_autocast, is_checkpointed=not is_autocast)
+    assert run_passes(trainer, module, [96], longest=64) == [alone]
+    trainer.strategy.num_shards = 4
+    assert run_passes(trainer, module, [96], longest=64) == [replace(alone, num_shards=4)]
 
 
 @pytest.mark.parametrize("given", [2048, 8192, 65536])

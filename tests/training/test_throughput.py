@@ -15,9 +15,11 @@ from tlt_lightning.training.throughput import log_work, peak_flops, train_flops,
 LENGTH, NUM_PREDICTED = 30, 20
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=4)])
-def test_operations_are_those_that_torch_counts(lora: LoRA | None, policy_path: str) -> None:
-    model = load_policy(policy_path, lora=lora, attn_implementation="eager")  # whose attention torch counts whole
+@pytest.mark.parametrize(("path", "lora"), [("policy_path", None), ("policy_path", LoRA(rank=4)), ("llama_path", None)])
+def test_operations_are_those_that_torch_counts(path: str, lora: LoRA | None, request: pytest.FixtureRequest) -> None:
+    """Also where the embedding is not the output head."""
+    path = request.getfixturevalue(path)
+    model = load_policy(path, lora=lora, attn_implementation="eager")  # whose attention torch counts whole
     batch = make_batch([LENGTH - NUM_PREDICTED], [NUM_PREDICTED])
     # An adapter's products add into their result, which torch does not count by itself.
     added = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
