@@ -211,7 +211,7 @@ def test_another_learning_rate_on_resume_is_used_and_said(
     def settings(lr: float) -> dict[str, Any]:
         halving = lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5)  # noqa: E731
         return {
-            "optimizer": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=lr),
+            "optimizer": lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=lr, betas=(0.9, 1 - lr)),
             "lr_scheduler": halving if scheduled else None,
         }
 
@@ -223,7 +223,7 @@ def test_another_learning_rate_on_resume_is_used_and_said(
     assert "another `lr` of the optimizer: 0.0003 instead of 0.003" in caplog.text
     group = trainer.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(3e-4 * (0.5 ** (3 * STEPS) if scheduled else 1))
-    assert group["weight_decay"] == 3e-4
+    assert (group["weight_decay"], group["betas"]) == (3e-4, (0.9, 1 - 3e-4))
     assert not all(torch.equal(tensor, other[name]) for name, tensor in same.items())
 
 

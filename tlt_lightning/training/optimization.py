@@ -194,8 +194,8 @@ def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
 
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:
-    """Return the primitive settings of an optimizer's groups: learning rates, also those kept as tensors, decay, ..."""
-    kinds = bool | int | float | str
+    """Return the primitive settings of an optimizer's groups: rates, also those kept as tensors, betas, decay, ..."""
+    kinds = bool | int | float | str | tuple | list
     return [
         {name: _plain(value) for name, value in group.items() if name != "params" and isinstance(_plain(value), kinds)}
         for group in optimizer.param_groups
