@@ -76,13 +76,13 @@ def test_change_is_followed_within_the_window():
     assert estimator.probability(1) < 0.05
 
 
-def test_fading_widens_the_uncertainty_and_keeps_the_estimate():
+def test_steps_that_try_nothing_widen_the_uncertainty_and_keep_the_estimate():
     estimator = AcceptanceEstimator(3, window=50)
     for _ in range(100):
         estimator.update(3, (1,) * 8)
     mean, hoped = estimator.expected_emitted(3), estimator.expected_emitted(3, 1.0)
     for _ in range(500):
-        estimator.fade()
+        estimator.update(0, (1,) * 8)
     assert estimator.expected_emitted(3) == pytest.approx(mean)
     assert estimator.expected_emitted(3, 1.0) > hoped + 0.2
 

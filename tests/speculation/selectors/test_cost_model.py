@@ -107,6 +107,13 @@ def test_a_head_pays_that_is_faster_than_plain_decoding_by_measured_steps(accept
     assert CostModelSelector().expected_speedup(accepted) is None  # nothing was measured
 
 
+def test_a_head_that_may_pay_is_tried_where_steps_were_measured_badly() -> None:
+    exact, vague = (calibrated(error=error).expected_speedup([0.1, 0.01]) for error in (0.02, 1.0))
+    assert exact is not None
+    assert vague is not None
+    assert exact < 1.05 < vague
+
+
 def test_a_draft_of_one_token_gains_nothing_of_those_that_would_come_after_it() -> None:
     selector = calibrated(num_draft_tokens=(1,))
     assert selector.expected_speedup([0.9, 0.8, 0.7]) == selector.expected_speedup([0.9])
@@ -191,3 +198,31 @@ def test_margin_keeps_equal_arms_from_alternating():
         return sum(a.strategy != b.strategy for a, b in pairwise(trace))
 
     assert switches(0.05) < switches(0.0)
+
+
+@pytest.mark.parametrize(
+    ("excess", "settling", "charged", "goes_on"),
+    [
+        (0.05, 0, 0.0, True),  # the noise of a step
+        (0.5, 0, 0.4, True),
+        (1.5, 0, 1.4, False),  # an arm that is twice as slow as believed
+        (9.0, 0, 2.0, False),  # a pause
+        (1.5, 2, 1.15, True),  # a catch-up, which the probe's price holds
+        (1.5, 1, 1.4, True),
+    ],
+)
+def test_a_probe_pays_for_what_it_takes_beyond_its_price(
+    excess: float, settling: int, charged: float, goes_on: bool
+) -> None:
+    """In times of its step, which stands for two."""
+    selector, state, arm = calibrated(exploration=0.0), SelectorState(8, 350.0, num_steps=2), Strategy(3)
+    expected = selector.step_time.seconds(8, arm, 350.0)
+    selector.load_state_dict(
+        selector.state_dict()
+        | {"current": [3, "learned"], "probe": [True, 6, 1.0], "settling": [settling, 0.0]}
+        | {"catch_up_seconds": 0.25 * expected}
+    )
+    selector.record(state, arm, (1,) * 8, expected * (1 + excess))
+    _, until_decision, credit = selector.state_dict()["probe"]
+    assert credit == pytest.approx(1.0 - charged * 2 * expected)
+    assert until_decision == (6 if goes_on else 0)

@@ -45,7 +45,8 @@ class AcceptanceEstimator:
     def update(self, num_draft_tokens: int, num_emitted: tuple[int, ...]) -> None:
         """Learn from requests asked to verify `num_draft_tokens` each, which emitted `num_emitted`.
 
-        At each position, of n requests that reached it, a of them accepted, and a count c of those remembered::
+        With 0 nothing was tried. At each position, of n requests that reached it, a of them accepted, and a count c of
+        those remembered::
 
             c = keep * c + n,    mean += (a - n * mean) / (c + prior strength)
         """
@@ -59,11 +60,6 @@ class AcceptanceEstimator:
                 shift = (accepted - reached * self._means[index]) / (self._counts[index] + PRIOR_STRENGTH)
                 reached = accepted
             self._means[index] = min(max(self._means[index] + shift, 0.0), 1.0)
-        self._cache.clear()
-
-    def fade(self) -> None:
-        """Let a step pass in which nothing was tried."""
-        self._counts = [count * self.keep for count in self._counts]
         self._cache.clear()
 
     def doubt(self) -> None:

@@ -179,10 +179,7 @@ class CostModelSelector(StrategySelector):
         if self._settling:
             self._settle(excess)
         for drafter, acceptance in self.acceptance.items():
-            if drafter == strategy.drafter and not strategy.is_off:
-                acceptance.update(strategy.num_draft_tokens, num_emitted)
-            else:
-                acceptance.fade()
+            acceptance.update(strategy.num_draft_tokens if drafter == strategy.drafter else 0, num_emitted)
 
     @override
     def state_dict(self) -> dict[str, Any]:
