@@ -1,6 +1,7 @@
 """A start is timed in a process of its own, from the command to the first token."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from benchmarks.common.shapes import SHAPES
 from benchmarks.micro import start_up
 from benchmarks.micro.start_up import main, prepare
+from tests.support.ranks.rank_processes import with_root
 from tlt_lightning.speculation.head_files import check_head, read_head
 
 
@@ -29,6 +31,7 @@ def test_a_shape_has_random_weights_and_a_head(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_parts_of_a_start_add_up_to_the_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_up, "CACHES", ())  # a cold start would import vLLM twice
+    monkeypatch.setenv("PYTHONPATH", with_root(os.environ)["PYTHONPATH"])
     main(["--tiny", "--warm", "0", "--out", str(tmp_path)])
     (run,) = json.loads((tmp_path / "start_up.json").read_text())["runs"]
     parts = list(run["seconds"])

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.cheap_engine import CheapEngine
-from tests.support.ranks.rank_processes import run_ranks
+from tests.support.ranks.rank_processes import ROOT, run_ranks, with_root
 from tlt_lightning import RayEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.engine.ray import cluster as clusters
 from tlt_lightning.engine.ray import remote_host
 
 pytestmark = pytest.mark.ray
-
-ROOT = Path(__file__).parents[3]
 
 
 def processes_with(mark: str) -> list[str]:
@@ -35,7 +33,7 @@ def processes_with(mark: str) -> list[str]:
 
 def test_a_killed_trainer_leaves_no_engine_and_engines_are_not_heard() -> None:
     mark = f"mark_{os.getpid()}_{time.time_ns()}"
-    environment = {**os.environ, "RAY_raylet_start_wait_time_s": "200", "PYTHONPATH": str(ROOT), "TRAINER_MARK": mark}
+    environment = with_root({**os.environ, "RAY_raylet_start_wait_time_s": "200", "TRAINER_MARK": mark})
     command = [sys.executable, "-m", "tests.support.ray.killed_trainer"]
     with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
