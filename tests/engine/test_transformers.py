@@ -46,6 +46,18 @@ def test_a_policy_that_could_see_images_writes_text(tmp_path: Path) -> None:
     assert 0 < len(response.token_ids) <= 8
 
 
+def test_a_policy_goes_on_training_and_requests_of_one_length_have_noise_of_their_own(tmp_path: Path) -> None:
+    path = save_policy(tmp_path / "policy")
+    model, engine = load_policy(str(path)).train(), TransformersEngine()
+    engine.setup(str(path), max_model_len=96, seed=0)
+    engine.attach(model)
+    engine.update_weights(PolicyWeights(model), 0)
+    requests = [Request(id=i, prompt_ids=PROMPT, seed=seed) for i, seed in enumerate((5, 6, 5))]
+    first, other, again = (response.token_ids for response in engine.generate(requests, Sampling(max_tokens=8), seed=0))
+    assert first == again != other
+    assert model.training
+
+
 def test_generate_before_any_weights_is_an_error() -> None:
     engine = TransformersEngine()
     with pytest.raises(RuntimeError, match="no current weights"):

@@ -324,6 +324,20 @@ def test_weights_come_between_two_responses_and_a_continued_one_has_all_its_segm
         )
 
 
+def test_of_a_rollout_that_was_given_up_the_next_one_keeps_nothing(setup: Setup) -> None:
+    """A run that failed may go on in the same engine, with the same requests."""
+    requests, greedy = [replace(each, max_tokens=50 if each.id else 12) for each in asked(4)], Sampling(temperature=0)
+    setup.push(0)
+    updates = iter([lambda: None, lambda: setup.push(1)])
+    given_up = setup.engine.generate(requests, greedy, seed=0, on_progress=lambda _: next(updates, bool)())
+    assert next(given_up).policy_versions == (0, 1)
+    given_up.close()
+    setup.push(2)
+    found = setup.write(requests, {})
+    assert {response.policy_versions for response in found.values()} == {(2,)}
+    setup.check(requests, found)
+
+
 def test_weights_that_come_within_a_prompt_read_the_rest_of_it(started: Callable[..., Setup]) -> None:
     setup = started(chunk=BLOCK)
     requests = asked(2, [LONG])
