@@ -28,6 +28,7 @@ from tests.support.rl_runs import (
 from tests.test_policy import make_batch
 from tlt_lightning import CriticConfig, LoRA, RolloutCallback, Sampling, TransformersEngine
 from tlt_lightning.objectives import GRPO, K3, PPO, KLPenalty, ObjectiveOutput
+from tlt_lightning.packed_pass import IS_PACKABLE
 from tlt_lightning.policy import causal_lm
 
 
@@ -123,6 +124,17 @@ def test_all_passes_of_a_step_have_the_precision_of_the_last(policy_path: str, p
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+def test_an_entropy_bonus_is_learned_from(coef: float, policy_path: str) -> None:
+    module = make_module(policy_path, objective=GRPO(entropy_coef=coef))
+    module.trainer = make_trainer(Path())
+    module.configure_model()
+    batch = replace(make_batch([2, 3], [3, 9]), num_loss_tokens=12, num_loss_sequences=2)
+    batch.advantages = torch.zeros_like(batch.rollout_logps)  # nothing else to learn from
+    module.training_step([batch], 0).backward()
+    assert any(bool(parameter.grad.any()) for parameter in module.policy.parameters()) is (coef > 0)
+
+
 def test_scoring_cuts_by_tokens_and_gives_the_scores_of_each_sequence_alone(policy_path: str) -> None:
     module = make_module(policy_path, objective=GRPO(loss_kl=KLPenalty(coef=0.1, estimator=K3())))
     module.trainer = make_trainer(Path())
@@ -135,6 +147,10 @@ def test_scoring_cuts_by_tokens_and_gives_the_scores_of_each_sequence_alone(poli
     trunk.register_forward_pre_hook(lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
     together = module.score(batch, 50)
     assert shapes == [(1, 47), (1, 46)]  # the largest first, the reference's passes beside them; no padding
+    shapes.clear()
+    setattr(trunk, IS_PACKABLE, False)
+    module.score(batch, 50)
+    assert shapes == [(2, 22), (1, 43), (4, 8)]  # with it
     for row, one in enumerate(alone):
         for name in ("old_logps", "ref_logps"):
             expected = getattr(one, name)[0]

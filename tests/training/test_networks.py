@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.rl_runs import make_module, make_trainer
 from tests.test_policy import make_batch
 from tlt_lightning import CriticConfig
-
-LENGTHS = [4, 40, 6, 5, 30, 20, 2]
+from tlt_lightning.objectives import GRPO, Distillation, KLPenalty
+from tlt_lightning.training.networks import NetworkSettings
 
 
 def test_nothing_is_scored_where_nothing_is_asked_for(policy_path: str) -> None:
@@ -31,3 +32,16 @@ def test_a_network_that_the_objective_does_not_use_is_warned_of(
         module.configure_model()
         said = [f"`model.{name}` is given, and `model.objective` GRPO uses none" for name in arguments]
         assert [record.message[: len(text)] for record, text in zip(caplog.records, said, strict=True)] == said
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_a_teacher_is_held_as_passes_are_and_the_reference_of_a_penalty_is_as_exact_as_the_policy(
+    is_half: bool, policy_path: str
+) -> None:
+    settings = NetworkSettings(policy_path, policy_path, None, None, False, "sdpa")
+    for objective, dtype in (
+        (GRPO(loss_kl=KLPenalty(coef=0.1)), torch.float32),  # the KL begins with 0
+        (Distillation(), torch.bfloat16 if is_half else torch.float32),
+    ):
+        reference = settings.load(objective, None, is_half=is_half).reference
+        assert {parameter.dtype for parameter in reference.model.parameters()} == {dtype}
