@@ -19,6 +19,8 @@ class Ranks:
     def __init__(self) -> None:
         self.num_saves = 0
         self.ios = [WholeCheckpointIO(rank) for rank in (0, 1)]
+        self.met: list[set[str]] = []
+        """What is there where ranks wait for each other."""
 
     def save(self, path: Path, epoch: int, *, interrupted: bool = False) -> None:
         self.num_saves += 1
@@ -26,9 +28,9 @@ class Ranks:
             strategy: Any = SimpleNamespace(
                 is_global_zero=rank == 0,
                 checkpoint_io=self.ios[rank],
-                reduce_boolean_decision=lambda decision, all: True,
+                reduce_boolean_decision=lambda decision, all: not all,  # rank zero has nothing to write
                 broadcast=lambda token: f"token{self.num_saves}",
-                barrier=lambda name: None,
+                barrier=lambda name: self.met.append(names(path.parent)),
             )
             trainer: Any = SimpleNamespace(strategy=strategy, world_size=2, global_rank=rank, interrupted=interrupted)
             checkpoint = {"pytorch-lightning_version": "2", "epoch": epoch, OWN: {"drafter": torch.full((2,), rank)}}
@@ -48,6 +50,8 @@ def test_each_rank_reads_its_own_and_overwriting_leaves_no_old_parts(tmp_path: P
         ranks.save(path, epoch)
         assert ranks.load(path) == [[0, 0], [1, 1]]
     assert names(tmp_path) == {"last.ckpt", "last.ckpt.ranks", "last.ckpt.ranks/1-token2.pt"}
+    assert ranks.met[:2] == [{"last.ckpt.ranks", "last.ckpt.ranks/1-token1.pt"}] * 2  # parts, and no checkpoint yet
+    assert len(ranks.met) == 4
 
 
 def test_parts_go_with_their_checkpoint(tmp_path: Path) -> None:
