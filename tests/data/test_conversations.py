@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -251,6 +251,40 @@ def test_a_conversation_stopped_in_the_step_that_ends_its_turn_writes_no_further
     (response,) = stream
     assert response.token_ids == [20, 1, 3, 20, 21, 1, 3, 21, 22, 1]
     assert engine.num_generates == 2
+    stream.close()
+
+
+def test_what_is_written_of_a_turn_when_it_is_stopped_is_gone_on_with(policy_path: str) -> None:
+    stream, engine, requests, prompts = converse(policy_path, Echo, TurnLimits(), number=1)
+    generate = engine.generate
+
+    def stopped_within(*args: Any, **settings: Any) -> Iterator[Response]:
+        for each in generate(*args, **settings):
+            yield replace(each, token_ids=each.token_ids[:-1], logps=each.logps[:-1], finish_reason="unfinished")
+
+    engine.generate = stopped_within  # type: ignore[method-assign]
+    (stopped,) = stream
+    assert stopped.token_ids == [20]
+    engine.generate = generate  # type: ignore[method-assign]
+    again = replace(requests[0], written=stopped)
+    stream.ask([again], Sampling(max_tokens=40), seed=0, prompts=prompts)
+    (response,) = stream
+    assert engine.read[10][1] == [*prompts[0].ids, 20]
+    assert response.token_ids[:3] == [20, 21, 1]
+    stream.close()
+
+
+def test_a_turn_that_waits_in_the_engine_is_not_begun_once_its_conversation_is_stopped(policy_path: str) -> None:
+    stream, engine, _, _ = converse(policy_path, Echo, TurnLimits(waits=True))
+    stream.tell = lambda progress: stream.stop([12])
+    responses = {response.request_id: response for response in stream}
+    assert [(number, responses[number].is_unfinished) for number in sorted(responses)] == [
+        (10, False),
+        (11, False),
+        (12, True),
+    ]
+    assert responses[12].token_ids == []
+    assert 12 not in engine.read
     stream.close()
 
 

@@ -86,6 +86,7 @@ def test_conversations_are_learned_from_as_they_were_sampled(
     assert batch.advantages is not None
     assert not batch.advantages[~trained].any()
     assert batch.advantages.any()
+    assert not data._stream._trajectories  # of conversations that were taken nothing is kept
 
 
 class ByTurn(Counting):

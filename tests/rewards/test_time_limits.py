@@ -72,6 +72,24 @@ def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, 
     assert "reward/hangs_timeouts" in caplog.text
 
 
+def test_calls_that_hang_hold_up_no_others_until_scores_are_waited_for(make_pool, clock: Clock) -> None:
+    hangs, is_called = threading.Event(), threading.Event()
+
+    def waiting(prompt: str, response: str, row: dict) -> float:
+        if prompt == "hangs":
+            hangs.set()
+            threading.Event().wait()
+        is_called.set()
+        return 1.0
+
+    pool = make_pool(waiting, num_workers=1, timeout=TIMEOUT)
+    pool.submit(0, "hangs", "", {})
+    assert hangs.wait(60)
+    clock.now = TIMEOUT
+    pool.submit(1, "", "", {})
+    assert is_called.wait(20)
+
+
 def test_hanging_calls_pile_up_to_a_limit_only() -> None:
     threads, released = threading.active_count(), threading.Event()
     pool = RewardPool([RewardTerm(function=lambda p, r, row: released.wait(), name="hangs")], timeout=0.001)

@@ -104,6 +104,12 @@ def test_every_validation_samples_with_the_same_noise_and_as_it_is_told(
     assert len({seed for seed, _ in train}) == 3
     assert len(set(held_out)) == 1
     assert held_out[0][1] == greedy
+    L.seed_everything(12)
+    other = Watched()
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, check_val_every_n_epoch=1, max_epochs=1)
+    trainer.fit(make_module(policy_path), make_data(prompts_path, other, val_sampling=greedy))
+    assert len(other.asked) == 2
+    assert not {seed for seed, _ in other.asked} & {seed for seed, _ in engine.asked}  # each run has noise of its own
 
 
 def test_held_out_prompts_are_needed_to_validate_and_not_to_fit(
