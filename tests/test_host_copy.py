@@ -1,5 +1,4 @@
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,17 @@ def test_page_locked_memory_is_as_large_as_its_tensor_and_follows_the_gpu_after_
     assert copy.tensors["half"].tolist() == [1, 1, 1]
     assert copy.tensors["empty"].numel() == 0
     assert 500 < _resident_mib() - before < 700  # PyTorch's own would have 1,024
+    held, let_go = os.pipe()
     if (child := os.fork()) == 0:
-        time.sleep(1)
+        os.close(let_go)
+        os.read(held, 1)
         os._exit(0)
     copy.tensors["weight"].fill_(1)  # this process writes to its pages while the child holds what it was given
     copy.fill([("weight", weight + 2)])
     assert copy.tensors["weight"].min() == copy.tensors["weight"].max() == 2
+    os.close(let_go)
     os.waitpid(child, 0)
+    os.close(held)
     copy.fill([])
     assert _resident_mib() - before < 200
 

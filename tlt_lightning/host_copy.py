@@ -1,6 +1,7 @@
 """Copy into host memory: device tensors into page-locked memory that is used again, and rows by one thread."""
 
 import mmap
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from copy import deepcopy
@@ -21,24 +22,26 @@ def copy_alone(rows: Tensor, place: Tensor) -> None:
 
 
 class _PageLocked(mmap.mmap):
-    """Holds bytes that a GPU copies to; exactly as many as asked for, where PyTorch takes the next power of two."""
+    """Holds bytes that a GPU copies to and from: as many as asked for, where PyTorch takes the next power of two.
 
-    _cudart: Any
-    _address: int
+    A child that is forked shares them. Were they copied on write, this process's next write would get a new page, and
+    the GPU go on with the old one.
+    """
+
+    _owner, _address = 0, 0
 
     def __new__(cls, size: int) -> Self:
-        memory = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A child would share the pages: the next write here would go to a copy of its page, the GPU's to the child's.
-        memory.madvise(mmap.MADV_DONTFORK)
-        with suppress(OSError):  # a kernel without huge pages; with them page-locking takes half the time
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        memory._cudart = torch.cuda.cudart()
-        memory._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        torch.cuda.check_error(int(memory._cudart.cudaHostRegister(memory._address, size, 0)))
+        memory = super().__new__(cls, -1, size)
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+        memory._owner, memory._address = os.getpid(), address
         return memory
 
     def __del__(self) -> None:
-        self._cudart.cudaHostUnregister(self._address)
+        with suppress(Exception):  # as the interpreter ends, modules go
+            if self._owner == os.getpid():
+                torch.cuda.synchronize()  # PyTorch's own memory would wait for copies under way
+                torch.cuda.cudart().cudaHostUnregister(self._address)
 
 
 def _page_locked(like: Tensor) -> Tensor:
@@ -61,9 +64,6 @@ class HostCopy:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
-
-    def __del__(self) -> None:
-        self.tensors  # noqa: B018 - a GPU may still copy to what is freed
 
     @property
     def tensors(self) -> dict[str, Tensor]:
