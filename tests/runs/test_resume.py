@@ -228,6 +228,7 @@ def test_another_learning_rate_on_resume_is_used_and_said(
 
 
 LINEAR = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=6)
+ONE_CYCLE = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=12)  # it moves betas, too
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,8 @@ LINEAR = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iter
         (None, LINEAR),
         (LINEAR, None),
         (LINEAR, partial(LINEAR, total_iters=12)),
-        (LINEAR, partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-3, total_steps=12)),
+        (LINEAR, ONE_CYCLE),
+        (ONE_CYCLE, None),
         (LINEAR, lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))),
         (lambda optimizer: LINEAR(optimizer), lambda optimizer: LINEAR(optimizer, total_iters=12)),
     ],
@@ -248,11 +250,13 @@ def test_another_scheduler_on_resume_goes_on_as_if_it_had_been_there(
         return {"optimizer": partial(torch.optim.AdamW, lr=lr), "lr_scheduler": scheduler}
 
     path = checkpoint_of(paths, module=settings(before, 3e-3))
-    _, whole, _ = run(paths, module=settings(after, 1e-3))
-    _, resumed, _ = run(paths, module=settings(after, 1e-3), ckpt=path)
+    _, whole, uninterrupted = run(paths, module=settings(after, 1e-3))
+    _, resumed, trainer = run(paths, module=settings(after, 1e-3), ckpt=path)
     rates = {iteration: metrics["train/lr"] for iteration, metrics in resumed.items()}
     assert rates == {iteration: pytest.approx(whole[iteration]["train/lr"]) for iteration in rates}
     assert len(rates) == 2
+    betas, expected = (each.optimizers[0].param_groups[0]["betas"] for each in (trainer, uninterrupted))
+    assert betas == pytest.approx(expected)
     assert "model.lr_scheduler" in caplog.text or "<lambda>" in str(before)  # two have one name
 
 

@@ -110,7 +110,7 @@ def schedule_anew(
     wanted: Sequence[Settings],
     steps: int,
 ) -> None:
-    """Let learning rates be what `build`'s scheduler, or none, would have made of them in `steps` optimizer steps.
+    """Let settings be what `build`'s scheduler, or none, would have made of them in `steps` optimizer steps.
 
     Args:
         optimizer: Restored from a checkpoint whose learning rates another scheduler had moved.
@@ -125,7 +125,8 @@ def schedule_anew(
             "`super()`: nobody knows at which learning rates it began. Resume with the scheduler of the checkpoint."
         )
     for group, settings in zip(optimizer.param_groups, wanted, strict=True):
-        _set(group, "lr", settings["lr"])
+        for name in settings.keys() - {"initial_lr"}:
+            _set(group, name, settings[name])  # OneCycleLR moves betas, too
         group.pop("initial_lr", None)
     for config in configs:
         assert build is not None, "a scheduler that nobody builds"
