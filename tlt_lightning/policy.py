@@ -123,7 +123,9 @@ def _switch_dropout_off(model: "PreTrainedModel") -> None:
         if isinstance(owner, nn.Dropout):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):
-            if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:
+            # PhiMoE's jitter is a threshold of its router, too.
+            is_noise = "drop" in name or ("jitter" in name and model.config.model_type != "phimoe")
+            if is_noise and isinstance(value, float) and value:
                 setattr(owner, name, 0.0)
 
 
