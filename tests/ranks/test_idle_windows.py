@@ -27,11 +27,13 @@ def test_nobody_goes_on_before_the_last_is_done() -> None:
                 pass
 
         waiting = pool.submit(wait)
-        with pytest.raises(TimeoutError):
-            waiting.result(0.1)
-        assert second.num_closed == 0
-        with first.window():
-            pass
+        try:
+            with pytest.raises(TimeoutError):
+                waiting.result(0.1)
+            assert second.num_closed == 0
+        finally:
+            with first.window():
+                pass
         waiting.result(10)
         assert first.num_closed == second.num_closed == 1
 
