@@ -89,6 +89,8 @@ def test_turns_go_to_and_fro_and_what_was_said_is_observed(waits: bool, policy_p
         assert engine.read[number][-1] == [20, 21, 3, *words[:8]]
         assert (of(stream, number).talk.reward, of(stream, number).talk.num_turns) == (3, 3)
     assert engine.num_generates == 1
+    used = [of(stream, number).talk.environment for number in responses]
+    assert stream.environments.take() in used  # one that has ended is lent again
     stream.close()
 
 

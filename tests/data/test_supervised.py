@@ -236,6 +236,14 @@ def test_an_epoch_is_a_pass_in_which_each_text_comes_once(policy_path: str, tmp_
     assert first != second
 
 
+def test_overfitting_takes_so_many_batches_of_the_first_texts_and_all_held_out_ones(
+    policy_path: str, tmp_path: Path
+) -> None:
+    module, data = make(policy_path, ROWS, val=ROWS[:3])
+    make_trainer(tmp_path, max_epochs=1, overfit_batches=2).fit(module, data)
+    assert (len(data.train_texts), len(data.val_texts), data.num_steps) == (8, 3, 2)
+
+
 def test_a_prompt_is_learned_where_all_tokens_are_asked_for(policy_path: str, tmp_path: Path) -> None:
     module, data = make(policy_path, ROWS[:4], assistant_only=False)
     trainer = make_trainer(tmp_path, max_epochs=1)
