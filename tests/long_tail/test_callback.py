@@ -24,6 +24,7 @@ from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget, Measured
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
 from tlt_lightning.long_tail.trainer import TrainingCosts
 from tlt_lightning.metrics import IterationLog
+from tlt_lightning.metrics.iteration_log import combine
 from tlt_lightning.policy import load_policy
 from tlt_lightning.ranks.idle_windows import IdleWindow
 from tlt_lightning.speculation import CostModelSelector, FixedSelector
@@ -315,6 +316,14 @@ def test_states_are_asked_for_as_many_as_may_be_trained_on(world_size: int, shar
     loop = Loop(make_callback(share=share), world_size)
     loop.begin_iteration(0)
     assert loop.module.hidden_state_request.share == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("learned_from", "lag"), [(-1, None), (0, 5), (3, 2)])
+def test_the_lag_of_a_published_head_is_in_steps_of_the_policy(learned_from: int, lag: int | None) -> None:
+    loop = Loop(make_callback())
+    loop.callback.publisher.data_version, loop.trainer.global_step = learned_from, 5
+    loop.begin_iteration(1)
+    assert combine([loop.module.iteration_log.read()]).get("drafter/policy_lag") == lag
 
 
 def test_the_budget_hears_what_is_to_come_and_what_training_takes_on_average_over_ranks() -> None:
