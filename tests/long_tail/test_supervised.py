@@ -1,7 +1,9 @@
 """A drafter that learns along with supervised fine-tuning."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -11,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
+from tests.long_tail.test_callback import texts_of
 from tests.support.drafters.drafter_runs import ASSETS, POLICY, Metrics, make_data, make_trainer
 from tlt_lightning import (
     DrafterDataModule,
@@ -23,6 +26,8 @@ from tlt_lightning import (
 )
 from tlt_lightning.long_tail.publishing import DrafterPublisher
 from tlt_lightning.long_tail.supervised import SupervisedDrafterCallback
+from tlt_lightning.long_tail.trainer import TrainingStretch
+from tlt_lightning.metrics import IterationLog
 from tlt_lightning.objectives import SFT
 
 
@@ -39,6 +44,23 @@ def fit(root: Path, callback: SupervisedDrafterCallback, *others: L.Callback, ck
     data = SupervisedDataModule(train=texts, batch_size=16, steps_per_epoch=6)
     trainer.fit(RLModule(POLICY, SFT()), data, ckpt_path=ckpt)
     return metrics.rows
+
+
+def test_texts_of_a_step_are_gone_through_as_often_as_asked_for() -> None:
+    callback = SupervisedDrafterCallback(DrafterModule(POLICY), pack_tokens=128, passes=3.0)
+    texts, seen = texts_of(8), list[float]()
+    training: Any = SimpleNamespace(num_passes=0.0, num_seen=0, begin=lambda seed: None, average=lambda: None)
+
+    def train(may_go_on: Callable[[], bool]) -> TrainingStretch:
+        while may_go_on():
+            seen.append(training.num_passes)
+            training.num_passes += 0.5
+        return TrainingStretch()
+
+    training.train, callback.training = train, training
+    trainer: Any = SimpleNamespace(global_step=0, current_epoch=0, global_rank=0)
+    callback.on_hidden_states(trainer, SimpleNamespace(iteration_log=IterationLog()), texts)
+    assert seen == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
 
 @pytest.fixture(scope="module")
