@@ -57,10 +57,20 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
 
 
-def fit_into(folder: Path, max_epochs: int, **fit: Path) -> None:
-    callbacks = [RunGuard(), IterationCheckpoint(str(folder), every_minutes=0.0, keep=2)]
+def fit_into(folder: Path, max_epochs: int, keep: int = 2, **fit: Path) -> None:
+    callbacks = [RunGuard(), IterationCheckpoint(str(folder), every_minutes=0.0, keep=keep)]
     trainer = make_trainer(folder, callbacks, max_epochs=max_epochs, enable_checkpointing=True, limit_val_batches=0)
     trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]), weights_only=True, **fit)
+
+
+@pytest.mark.parametrize(("max_epochs", "keep"), [(5, 1), (8, 1), (8, 3), (8, 5)])
+def test_a_resumed_run_keeps_as_many_as_it_is_told_to(max_epochs: int, keep: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    fit_into(folder, 4, 3)
+    fit_into(folder, max_epochs, keep, ckpt_path=folder / "last.ckpt")
+    kept = [f"epoch={epoch}.ckpt" for epoch in range(max_epochs - keep, max_epochs)]
+    assert sorted(path.name for path in folder.iterdir()) == [*kept, "last.ckpt"]
+    assert (folder / "last.ckpt").resolve().name == kept[-1]
 
 
 def test_another_runs_checkpoints_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
