@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.conftest import Paths, save_policy
@@ -277,6 +277,17 @@ def test_an_optimizer_of_one_s_own_resumes_with_its_own_scheduler(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     with pytest.raises(ValueError, match=r"another `lr_scheduler`, and `configure_optimizers` is overridden"):
         run(paths, module={"lr_scheduler": LINEAR}, ckpt=path)
+
+
+def test_a_run_that_was_stopped_early_goes_on_with_more_patience(paths: Paths) -> None:
+    def stop(patience: int) -> EarlyStopping:
+        return EarlyStopping("reward/mean", mode="max", min_delta=10.0, patience=patience)
+
+    checkpoints = ModelCheckpoint(paths[2], "stopped", save_top_k=-1, save_on_train_epoch_end=True)
+    _, _, trainer = run(paths, stop(1), checkpoints, max_epochs=8, enable_checkpointing=True)
+    assert trainer.current_epoch == 2
+    _, history, _ = run(paths, stop(4), max_epochs=8, ckpt=paths[2] / "stopped.ckpt")
+    assert list(history) == [3, 4, 5]
 
 
 def test_another_policy_on_resume_is_named(paths: Paths, caplog: pytest.LogCaptureFixture) -> None:

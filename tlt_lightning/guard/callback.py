@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -200,6 +201,9 @@ class RunGuard(RolloutCallback):
     @override
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         restart_validation(checkpoint)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
+                checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience  # not the checkpoint's
         states = checkpoint.get("optimizer_states")
         self._saved_optimizer = states[0] if states else None
 
