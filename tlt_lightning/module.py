@@ -299,6 +299,10 @@ class RLModule(L.LightningModule):
             self.save_hyperparameters(own)  # as they are now; a checkpoint's are compared with them
 
     @override
+    def on_fit_start(self) -> None:
+        self._resumed_optimizer.note_built(self.trainer.optimizers[0])  # before a checkpoint's is restored
+
+    @override
     def on_train_start(self) -> None:
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
         self._finish_iteration()

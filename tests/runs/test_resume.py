@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import ReduceLROnPlateau
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from tests.conftest import Paths, save_policy
@@ -277,6 +278,49 @@ def test_an_optimizer_of_one_s_own_resumes_with_its_own_scheduler(
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     with pytest.raises(ValueError, match=r"another `lr_scheduler`, and `configure_optimizers` is overridden"):
         run(paths, module={"lr_scheduler": LINEAR}, ckpt=path)
+
+
+class OwnRate(RLModule):
+    LR = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.LR)
+
+
+def test_an_optimizer_of_one_s_own_resumes_with_its_own_rate(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(globals(), "make_module", OwnRate)
+    path = checkpoint_of(paths)
+    monkeypatch.setattr(OwnRate, "LR", 1e-5)
+    _, _, trainer = run(paths, ckpt=path)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1e-5
+    assert "another `lr` of the optimizer: 1e-05 instead of 0.001" in caplog.text
+
+
+def test_a_setting_that_was_left_to_the_optimizer_is_used_on_resume(
+    paths: Paths, caplog: pytest.LogCaptureFixture
+) -> None:
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    path = checkpoint_of(paths, module={"optimizer": adam})
+    _, _, trainer = run(paths, ckpt=path, module={"optimizer": partial(adam, foreach=False)})
+    assert trainer.optimizers[0].param_groups[0]["foreach"] is False
+    assert "another `foreach` of the optimizer: False instead of None" in caplog.text
+
+
+def test_a_plateau_that_a_function_builds_has_its_own_settings_on_resume_and_what_it_has_seen(paths: Paths) -> None:
+    def settings(factor: float, patience: int) -> dict[str, Any]:
+        rule: dict[str, Any] = {"mode": "max", "threshold_mode": "abs", "threshold": 10.0, "monitor": "reward/mean"}
+        plateau = lambda optimizer: ReduceLROnPlateau(optimizer, factor=factor, patience=patience, **rule)  # noqa: E731
+        return {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "lr_scheduler": plateau}
+
+    checkpoints = ModelCheckpoint(paths[2], "first", save_on_train_epoch_end=True)
+    run(paths, checkpoints, module=settings(0.5, 9), max_epochs=2, enable_checkpointing=True)
+    _, history, trainer = run(paths, module=settings(0.1, 1), ckpt=paths[2] / "first.ckpt", max_epochs=5)
+    # The first iteration is the best, for nothing is better by ten: two others are more than one, which is borne.
+    assert [metrics["train/lr"] for metrics in history.values()] == pytest.approx([1e-3, 1e-3, 1e-4])
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    assert (scheduler.factor, scheduler.patience) == (0.1, 1)
 
 
 def test_a_run_that_was_stopped_early_goes_on_with_more_patience(paths: Paths) -> None:

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from inspect import isroutine
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tlt_lightning.arguments import check_argument
 from tlt_lightning.training.followed_metrics import check_followed, validates_by_iteration
@@ -20,6 +22,9 @@ from tlt_lightning.training.lr_schedule import with_schedule
 from tlt_lightning.training.resume import drop_schedule
 
 log = logging.getLogger(__name__)
+
+_PLATEAU = ("best", "cooldown_counter", "last_epoch", "num_bad_epochs", "_last_lr")
+"""What a scheduler that follows a metric has seen; all else of it are settings."""
 
 Settings = dict[str, Any]
 """Settings of one parameter group of an optimizer, by name."""
@@ -48,6 +53,7 @@ class ResumedOptimizer:
 
     def __init__(self) -> None:
         self._own: list[Settings] = []
+        self._built: list[Settings] = []  # of an optimizer of the user's own
         self._saved: list[Settings] | None = None  # of the run that is resumed, until training begins
         self._is_rescheduled = False  # by another scheduler than that run's
 
@@ -55,9 +61,15 @@ class ResumedOptimizer:
         """Note the settings of this run's optimizer, before any scheduler moves them."""
         self._own = settings_of(optimizer)
 
+    def note_built(self, optimizer: Optimizer) -> None:
+        """Note them where a scheduler may have moved them: whoever overrides `configure_optimizers` calls no `note`."""
+        self._built = [
+            {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in settings_of(optimizer)
+        ]
+
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Write the settings into a checkpoint."""
-        checkpoint["optimizer_settings"] = self._saved or self._own
+        checkpoint["optimizer_settings"] = self._saved or self._own or self._built
 
     def load(self, checkpoint: dict[str, Any], build: LRSchedulerCallable | None, *, is_another: bool) -> None:
         """Read what `save` wrote, and drop the scheduler's state as `drop_schedule` does."""
@@ -65,8 +77,8 @@ class ResumedOptimizer:
         self._saved = checkpoint["optimizer_settings"]
 
     def forget(self) -> None:
-        """Forget what was read by a run that ended before it began to train."""
-        self._saved = None
+        """Forget what was read by a run that ended before it began to train, and the optimizer of an earlier one."""
+        self._saved, self._own = None, []
 
     def apply(self, trainer: L.Trainer, build: LRSchedulerCallable | None) -> None:
         """Apply this run's settings, and its scheduler, made by `build`, once the checkpoint's are restored."""
@@ -74,7 +86,10 @@ class ResumedOptimizer:
             return
         optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
         schedulers = [] if self._is_rescheduled else [config.scheduler for config in configs]
-        apply_changed(optimizer, schedulers, self._saved, self._own)
+        apply_changed(optimizer, schedulers, self._saved, self._own or self._built)
+        for scheduler in schedulers if self._own else ():
+            if isinstance(scheduler, ReduceLROnPlateau) and isroutine(build):  # its settings may have changed
+                vars(scheduler).update({n: v for n, v in vars(build(optimizer)).items() if n not in _PLATEAU})
         if self._is_rescheduled:
             schedule_anew(optimizer, configs, build, self._own, trainer.global_step)
         self._saved = None
@@ -196,7 +211,7 @@ def backward_alone(trainer: L.Trainer, loss: Tensor) -> None:
 
 def settings_of(optimizer: Optimizer) -> list[Settings]:
     """Return the primitive settings of an optimizer's groups: rates, also those kept as tensors, betas, decay, ..."""
-    kinds = bool | int | float | str | tuple | list
+    kinds = bool | int | float | str | tuple | list | None
     return [
         {name: _plain(value) for name, value in group.items() if name != "params" and isinstance(_plain(value), kinds)}
         for group in optimizer.param_groups
