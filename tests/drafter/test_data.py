@@ -206,6 +206,23 @@ def test_texts_that_come_otherwise_on_resume_are_named(
     assert "data.val_share was 0.1 and is 0.5; tokens of the training texts was" in caplog.text
 
 
+def test_a_head_that_a_resumed_run_does_not_begin_from_is_named(
+    policy: str, completions: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(max_epochs: int, ckpt_path: Path | None = None, head: str | None = None) -> DrafterModule:
+        module = make_module(policy, head=head)
+        trainer = make_trainer(tmp_path, max_epochs=max_epochs, limit_val_batches=0)
+        trainer.fit(module, DrafterDataModule(completions, num_tokens=128), ckpt_path=ckpt_path, weights_only=True)
+        trainer.save_checkpoint(tmp_path / f"{max_epochs}.ckpt")
+        return module
+
+    path, head = tmp_path / "1.ckpt", fit(1).export(tmp_path / "head")
+    fit(2, path)
+    assert "is not used" not in caplog.text
+    fit(2, path, str(head))
+    assert f"`ckpt_path` goes on from random weights: `head`, now {head}, is not used." in caplog.text
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused_in_words(policy: str, completions: str, tmp_path: Path) -> None:
     trainer, data = make_trainer(tmp_path, max_epochs=1), DrafterDataModule(completions, num_tokens=128)
     trainer.fit(make_module(policy), data)

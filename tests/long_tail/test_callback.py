@@ -209,6 +209,27 @@ def test_a_resumed_run_reads_the_layers_that_its_head_has_learned_from() -> None
         now.load_state_dict(before.state_dict())
 
 
+def test_a_run_that_is_resumed_with_another_head_trains_and_serves_that_one(
+    random_head: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, same = (make_callback(draft_vocab_size=64) for _ in range(2))  # as many tokens as the other head drafts
+    loop, other = Loop(first), make_callback(random_head)
+    loop.callback.publisher.version = 7
+    began = {}
+    for callback in (same, other):
+        Loop(callback)
+        with torch.no_grad():
+            for tensor in callback.training.weights().values():
+                tensor.add_(1)
+        began[callback] = {name: tensor.clone() for name, tensor in callback.training.weights().items()}
+        callback.load_state_dict(copy.deepcopy(loop.callback.state_dict()))
+        is_said = f"anew from `drafter.head` {random_head}: the checkpoint's began from random weights" in caplog.text
+        assert is_said is (callback is other)
+    assert (same.publisher.version, other.publisher.version) == (7, 0)
+    for callback, expected in ((same, loop.callback.training.weights()), (other, began[other])):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in callback.training.weights().items())
+
+
 def test_a_resumed_run_that_validates_first_drafts_with_its_policys_rows() -> None:
     loop, other = Loop(make_callback(draft_vocab_size=40)), make_callback(draft_vocab_size=40)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """Train a head as a LightningModule, by a Trainer offline or by a callback beside a policy."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,8 @@ from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.described import describe
 from tlt_lightning.training.lr_schedule import with_schedule
 from tlt_lightning.training.optimization import ResumedOptimizer
+
+log = logging.getLogger(__name__)
 
 _FOLLOWING = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.0)  # of a head that drafts, and goes on
 _NO_TEXTS = "`draft_vocab_size` {} needs texts to choose by: train with a DrafterDataModule, or set it to {}."
@@ -105,6 +108,8 @@ class DrafterModule(L.LightningModule):
         """Draft length that is trained for the time being, at most `num_steps`; None is that."""
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
+        self.origin = head or "random weights"
+        """What training begins from, by which a resumed run knows another head."""
         if head is not None and architecture is not None:
             raise ValueError("`architecture` is for a new head: leave it out, for `head` says what it is.")
         self.architecture = heads.architecture_of(self.head_path) if self.head_path else architecture or Eagle3()
@@ -353,7 +358,7 @@ class DrafterModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = dict(self.trainable_tensors())
         checkpoint["d2t"] = self._built.d2t
-        checkpoint["layer_ids"] = list(self.layer_ids)
+        checkpoint["layer_ids"], checkpoint["head"] = list(self.layer_ids), self.origin
         checkpoint["lr_scheduler"] = describe(self.lr_scheduler)
         self._resumed_optimizer.save(checkpoint)
 
@@ -363,6 +368,11 @@ class DrafterModule(L.LightningModule):
         mine, saved = self._built.d2t, checkpoint["d2t"]
         if (mine is None) != (saved is None) or (mine is not None and not torch.equal(mine.cpu(), saved.cpu())):
             raise ValueError("The head of `ckpt_path` drafts other tokens than this one; resume with the same data.")
+        if (began := checkpoint.get("head", self.origin)) != self.origin:
+            message = (
+                "`ckpt_path` goes on from %s: `head`, now %s, is not used. To begin with it, leave `ckpt_path` out."
+            )
+            log.warning(message, began, self.origin)
         self.load_trainable(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
         if self.trainer.state.fn == "fit":

@@ -1,5 +1,6 @@
 """Hold the drafter that learns from the states of a policy's passes: its trainer, its published weights, its state."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from tlt_lightning.long_tail.trainer import DrafterTrainer
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.memory.optimizer_state import training_bytes
 from tlt_lightning.training.resume import begins_run
+
+log = logging.getLogger(__name__)
 
 
 class DrafterCallback(RolloutCallback):
@@ -101,10 +104,15 @@ class DrafterCallback(RolloutCallback):
             "publisher": self.publisher.state_dict(),
             "vocabulary": self.drafter.vocabulary,
             "layer_ids": list(self.drafter.layer_ids),
+            "head": self.drafter.origin,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if (began := state_dict.get("head", self.drafter.origin)) != self.drafter.origin:
+            message = "The drafter begins anew from `drafter.head` %s: the checkpoint's began from %s; %s."
+            log.warning(message, self.drafter.origin, began, "give that to go on with what it has learned")
+            return
         self.drafter.check_layers(state_dict["layer_ids"])
         if (vocabulary := state_dict["vocabulary"]) is not None:
             self.drafter.load_vocabulary(vocabulary)

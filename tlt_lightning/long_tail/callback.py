@@ -45,8 +45,8 @@ class LongTailIdleCallback(DrafterCallback):
 
     `dirpath/final` is the head published last, `dirpath/start-<rank>` the one that the run started from. A run goes on
     from a checkpoint, also within an iteration up to its last step, exactly with a `FixedBudget` and no idle windows,
-    which depend on the clock; on another number of ranks it goes on inexactly. docs/metrics.md lists the metrics,
-    `drafter/...`.
+    which depend on the clock; on another number of ranks it goes on inexactly, and with another `drafter.head` the
+    drafter begins anew. docs/metrics.md lists the metrics, `drafter/...`.
 
     Args:
         drafter: Drafter to train, and its optimizer, whose learning rate rises over the first 50 training steps, or 10
