@@ -117,3 +117,15 @@ def test_an_arm_is_worth_the_median_of_its_last_pulls():
         while not pull(selector, 16, {0: rate, 3: 0.01}).is_off:
             pass
     assert selector.values(16)[OFF] == pytest.approx(2.0)
+
+
+def test_a_restored_selector_draws_by_its_own_seed():
+    rates = {0: 1.0, 1: 3.0, 3: 2.0}
+    saved, same, other = (BEGMABSelector(((3, 1),), (1,), epsilon=0.9, seed=seed) for seed in (0, 0, 1))
+    for _ in range(20):
+        pull(saved, 16, rates)
+    for selector in (same, other):
+        selector.load_state_dict(saved.state_dict())
+    draws, again, others = ([pull(each, 16, rates) for _ in range(20)] for each in (saved, same, other))
+    assert draws == again
+    assert draws != others

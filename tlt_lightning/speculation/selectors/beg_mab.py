@@ -124,6 +124,7 @@ class BEGMABSelector(StrategySelector):
         return {
             "rewards": [[[list(pull) for pull in pulls] for pulls in rewards.values()] for rewards in self._rewards],
             "num_pulls": list(self._num_pulls),
+            "seed": self.seed,
             "random": [version, list(words), gauss],
             "pull": [self._bucket, self._stepped, self._tokens, self._request_seconds],
             "pulled": [self._pulled.num_draft_tokens, self._pulled.drafter],
@@ -135,8 +136,9 @@ class BEGMABSelector(StrategySelector):
             for arm, pulls in zip(rewards, kept, strict=True):
                 rewards[arm] = Pulls(((int(number), value) for number, value in pulls), self.window)
         self._num_pulls = list(state_dict["num_pulls"])
-        version, words, gauss = state_dict["random"]
-        self._random.setstate((version, tuple(words), gauss))
+        if state_dict.get("seed", self.seed) == self.seed:
+            version, words, gauss = state_dict["random"]
+            self._random.setstate((version, tuple(words), gauss))
         self._bucket, self._stepped, self._tokens, self._request_seconds = state_dict["pull"]
         self._pulled = Strategy(*state_dict["pulled"])
 
