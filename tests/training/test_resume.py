@@ -8,9 +8,9 @@ import pytest
 
 from tests.conftest import save_policy
 from tests.support.rl_runs import evenness, make_data, make_module, make_trainer
-from tlt_lightning import PartialRollout, RewardTerm, Sampling, TailBatching
+from tlt_lightning import CriticConfig, PartialRollout, RewardTerm, Sampling, TailBatching
 from tlt_lightning.environments.limits import TurnLimits
-from tlt_lightning.objectives import GRPO
+from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.policy import load_policy
 from tlt_lightning.training.resume import check_networks, warn_of_choices
 
@@ -33,6 +33,7 @@ class Game:
         ({"schedule": TailBatching(0.5)}, GRPO(), "data.schedule.init_args.extra was 0.25 and is 0.5."),
         ({"schedule": None}, GRPO(), "data.schedule was {'class_path': 'tlt_lightning.schedules.tail_batching."),
         ({"schedule": PartialRollout(0.25)}, GRPO(), "partial_rollout.PartialRollout."),
+        ({"val": [{"prompt": "1"}]}, GRPO(), "data.val.path was "),
         ({"turns": TurnLimits(most=3)}, GRPO(), "data.turns.most was 8 and is 3."),
         ({"environment": Game}, GRPO(), "data.environment was None and is tests.training.test_resume.Game."),
         ({}, GRPO(entropy_coef=0.1), "model.objective.init_args.entropy_coef was 0.0 and is 0.1."),
@@ -55,6 +56,14 @@ def test_a_changed_choice_is_named_with_what_it_was(
         warn_of_choices(saved, make_module("p", objective=objective), now)
     assert len(caplog.messages) == 1
     assert named in caplog.text
+
+
+def test_another_critic_is_named_though_that_of_the_checkpoint_goes_on(
+    prompts_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, now = (make_module("p", objective=PPO(), critic=CriticConfig(path=path)) for path in ("one", "other"))
+    warn_of_choices({"hyper_parameters": before.hparams}, now, make_data(prompts_path))
+    assert "model.critic.path was one and is other." in caplog.text
 
 
 def test_checkpoints_that_describe_less_are_resumed_without_a_word(

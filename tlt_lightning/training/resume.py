@@ -18,10 +18,10 @@ PROMPTS = "checksum of the training prompts"
 """Setting of a checkpoint by which a resumed run knows whether prompts have the numbers that they had."""
 
 _CHOICES = {
-    "model": ("objective", "reference", "lr_scheduler"),
-    "data": ("rewards", "environment", "turns", "sampling", "schedule", "dynamic_sampling"),
+    "model": ("objective", "reference", "lr_scheduler", "critic"),
+    "data": ("rewards", "environment", "turns", "sampling", "schedule", "dynamic_sampling", "val"),
 }
-"""Arguments of module and data module that decide what is written and what is learned from it."""
+"""Arguments of module and data module that decide what is written, what is learned from it and what judges it."""
 
 _COUNTS = ("ready", "started", "processed", "completed")
 
