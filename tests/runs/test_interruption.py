@@ -1,5 +1,6 @@
 """Runs that Ctrl-C or SIGTERM ends: what they save, what they say, and that a resumed one goes on exactly."""
 
+import errno
 import os
 import signal
 import time
@@ -158,6 +159,23 @@ def test_a_second_ctrl_c_ends_the_writing_of_the_checkpoint(paths: Paths, monkey
     with pytest.raises(KeyboardInterrupt):
         run(paths, Signal(signal.SIGINT, "progress", 1))
     assert names(paths[2] / "checkpoints") == ["epoch=0.ckpt", "last.ckpt"]
+
+
+def test_a_last_checkpoint_for_which_the_disk_has_no_room_is_not_said_to_be_there(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    save = torch.save
+
+    def fill_the_disk(state: Any, file: Any) -> None:
+        if "epoch=3" in file.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with caplog.at_level("INFO"), pytest.raises(RuntimeError, match="No space left on device"):
+        run(paths)
+    assert "To go on" not in caplog.text
+    assert "last.ckpt (after 1 iteration)\n" in capfd.readouterr().out
 
 
 def test_a_handler_that_was_there_is_left_alone(paths: Paths) -> None:

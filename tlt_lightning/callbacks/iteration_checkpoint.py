@@ -108,7 +108,8 @@ class IterationCheckpoint(ModelCheckpoint):
         if is_new and _is_resumable_alone(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             ModelCheckpoint._save_checkpoint(self, trainer, str(self._interrupted))  # and wait for it
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-        if self.last_model_path and trainer.is_global_zero:
+        is_whole = Path(self._last_checkpoint_saved).exists()  # unless the disk was full
+        if self.last_model_path and is_whole and trainer.is_global_zero:
             log.info(
                 "Interrupted after %d optimizer steps. To go on, give `--ckpt_path` %s, which holds %d of them.",
                 *(trainer.global_step, self.last_model_path, self._last_global_step_saved),
