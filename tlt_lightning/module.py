@@ -375,7 +375,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._resumed_optimizer.save(checkpoint)
+        self._resumed_optimizer.save(checkpoint, self.trainer)
         path = self._policy_origin
         lora = None if self.lora is None else asdict(self.lora)
         checkpoint["policy"] = {"path": path, "lora": lora, "checksums": self._checksums}

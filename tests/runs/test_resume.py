@@ -314,13 +314,36 @@ def test_a_plateau_that_a_function_builds_has_its_own_settings_on_resume_and_wha
         plateau = lambda optimizer: ReduceLROnPlateau(optimizer, factor=factor, patience=patience, **rule)  # noqa: E731
         return {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "lr_scheduler": plateau}
 
-    checkpoints = ModelCheckpoint(paths[2], "first", save_on_train_epoch_end=True)
-    run(paths, checkpoints, module=settings(0.5, 9), max_epochs=2, enable_checkpointing=True)
-    _, history, trainer = run(paths, module=settings(0.1, 1), ckpt=paths[2] / "first.ckpt", max_epochs=5)
+    checkpoints = ModelCheckpoint(paths[2], "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    run(paths, checkpoints, module=settings(0.5, 9), max_epochs=3, enable_checkpointing=True)
     # The first iteration is the best, for nothing is better by ten: two others are more than one, which is borne.
-    assert [metrics["train/lr"] for metrics in history.values()] == pytest.approx([1e-3, 1e-3, 1e-4])
+    for done, rates in ((1, [1e-3, 1e-3, 1e-4]), (2, [1e-3, 1e-4]), (3, [1e-4])):
+        ckpt = paths[2] / f"epoch={done - 1}.ckpt"
+        _, history, trainer = run(paths, module=settings(0.1, 1), ckpt=ckpt, max_epochs=4)
+        assert [metrics["train/lr"] for metrics in history.values()] == pytest.approx(rates)
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     assert (scheduler.factor, scheduler.patience) == (0.1, 1)
+
+
+def test_a_plateau_sees_each_iteration_once_however_often_the_run_is_resumed(paths: Paths) -> None:
+    class Saves(RolloutCallback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(paths[2] / f"{self.name} early.ckpt")
+
+        def on_rollout_progress(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(paths[2] / f"{self.name} late.ckpt")
+
+    rule = {"monitor": "reward/mean", "mode": "max", "threshold_mode": "abs", "threshold": 10.0, "patience": 1}
+    module = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "lr_scheduler": partial(ReduceLROnPlateau, **rule)}
+    checkpoints = ModelCheckpoint(paths[2], "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    run(paths, Saves("whole"), checkpoints, module=module, max_epochs=3, enable_checkpointing=True)
+    run(paths, Saves("resumed"), module=module, ckpt=paths[2] / "epoch=1.ckpt", max_epochs=3)
+    for name in ("whole late", "resumed early", "resumed late"):
+        _, history, _ = run(paths, module=module, ckpt=paths[2] / f"{name}.ckpt", max_epochs=5)
+        assert [metrics["train/lr"] for metrics in history.values()] == pytest.approx([1e-3, 1e-4, 1e-4])
 
 
 def test_a_run_that_was_stopped_early_goes_on_with_more_patience(paths: Paths) -> None:

@@ -360,7 +360,7 @@ class DrafterModule(L.LightningModule):
         checkpoint["d2t"] = self._built.d2t
         checkpoint["layer_ids"], checkpoint["head"] = list(self.layer_ids), self.origin
         checkpoint["lr_scheduler"] = describe(self.lr_scheduler)
-        self._resumed_optimizer.save(checkpoint)
+        self._resumed_optimizer.save(checkpoint, self.trainer)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ class ResumedOptimizer:
         self._built: list[Settings] = []  # of an optimizer of the user's own
         self._saved: list[Settings] | None = None  # of the run that is resumed, until training begins
         self._is_rescheduled = False  # by another scheduler than that run's
+        self._missed: dict[str, float] = {}  # metrics that its schedulers have not seen, likewise
 
     def note(self, optimizer: Optimizer) -> None:
         """Note the settings of this run's optimizer, before any scheduler moves them."""
@@ -67,18 +68,23 @@ class ResumedOptimizer:
             {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in settings_of(optimizer)
         ]
 
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Write the settings into a checkpoint."""
+    def save(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
+        """Write the settings into a checkpoint, and metrics that schedulers follow: Lightning steps them afterwards."""
         checkpoint["optimizer_settings"] = self._saved or self._own or self._built
+        checkpoint["missed"], epochs = dict(self._missed), vars(trainer.fit_loop.epoch_progress.current)
+        for config in trainer.lr_scheduler_configs if epochs["processed"] > epochs["completed"] else ():
+            if config.monitor in trainer.callback_metrics:
+                checkpoint["missed"][config.monitor] = float(trainer.callback_metrics[config.monitor])
 
     def load(self, checkpoint: dict[str, Any], build: LRSchedulerCallable | None, *, is_another: bool) -> None:
         """Read what `save` wrote, and drop the scheduler's state as `drop_schedule` does."""
         self._is_rescheduled = drop_schedule(checkpoint, build, is_another=is_another)
         self._saved = checkpoint["optimizer_settings"]
+        self._missed = {} if self._is_rescheduled else checkpoint.get("missed", {})
 
     def forget(self) -> None:
         """Forget what was read by a run that ended before it began to train, and the optimizer of an earlier one."""
-        self._saved, self._own = None, []
+        self._saved, self._own, self._missed = None, [], {}
 
     def apply(self, trainer: L.Trainer, build: LRSchedulerCallable | None) -> None:
         """Apply this run's settings, and its scheduler, made by `build`, once the checkpoint's are restored."""
@@ -90,9 +96,13 @@ class ResumedOptimizer:
         for scheduler in schedulers if self._own else ():
             if isinstance(scheduler, ReduceLROnPlateau) and isroutine(build):  # its settings may have changed
                 vars(scheduler).update({n: v for n, v in vars(build(optimizer)).items() if n not in _PLATEAU})
+        for config in configs:
+            if config.monitor in self._missed and not trainer.current_epoch % config.frequency:
+                plateau: Any = config.scheduler
+                plateau.step(self._missed[config.monitor])
         if self._is_rescheduled:
             schedule_anew(optimizer, configs, build, self._own, trainer.global_step)
-        self._saved = None
+        self._saved, self._missed = None, {}
 
 
 def check_optimization(trainer: L.Trainer) -> None:
