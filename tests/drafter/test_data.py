@@ -221,6 +221,10 @@ def test_a_head_that_a_resumed_run_does_not_begin_from_is_named(
     assert "is not used" not in caplog.text
     fit(2, path, str(head))
     assert f"`ckpt_path` goes on from random weights: `head`, now {head}, is not used." in caplog.text
+    caplog.clear()
+    fit(1, head=str(head))
+    fit(2, path, str(head.rename(tmp_path / "moved")))
+    assert "is not used" not in caplog.text
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_in_words(policy: str, completions: str, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tlt_lightning.drafter.teaching import Teaching
 from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.files import set_aside
+from tlt_lightning.model_files import checksum_of_weights
 from tlt_lightning.policy import end_token_ids, load_tokenizer
 from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.training.described import describe
@@ -108,8 +109,8 @@ class DrafterModule(L.LightningModule):
         """Draft length that is trained for the time being, at most `num_steps`; None is that."""
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
-        self.origin = head or "random weights"
-        """What training begins from, by which a resumed run knows another head."""
+        self.origin = (head or "random weights", None if head is None else checksum_of_weights(str(self.head_path)))
+        """What training begins from, by name and weights."""
         if head is not None and architecture is not None:
             raise ValueError("`architecture` is for a new head: leave it out, for `head` says what it is.")
         self.architecture = heads.architecture_of(self.head_path) if self.head_path else architecture or Eagle3()
@@ -354,6 +355,10 @@ class DrafterModule(L.LightningModule):
             set_aside(folder := Path(self.export_dir), [folder / name for name in FILES], "the drafter")
             self.export(self.export_dir, self.quality)
 
+    def begins_from(self, origin: tuple[str, int | None]) -> bool:
+        """Return True if this is a run's origin, perhaps moved to another place since."""
+        return any(mine == other for mine, other in zip(self.origin, origin, strict=True))
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = dict(self.trainable_tensors())
@@ -368,11 +373,11 @@ class DrafterModule(L.LightningModule):
         mine, saved = self._built.d2t, checkpoint["d2t"]
         if (mine is None) != (saved is None) or (mine is not None and not torch.equal(mine.cpu(), saved.cpu())):
             raise ValueError("The head of `ckpt_path` drafts other tokens than this one; resume with the same data.")
-        if (began := checkpoint.get("head", self.origin)) != self.origin:
+        if not self.begins_from(began := checkpoint.get("head", self.origin)):
             message = (
                 "`ckpt_path` goes on from %s: `head`, now %s, is not used. To begin with it, leave `ckpt_path` out."
             )
-            log.warning(message, began, self.origin)
+            log.warning(message, began[0], self.origin[0])
         self.load_trainable(checkpoint["state_dict"])
         checkpoint["state_dict"] = {}
         if self.trainer.state.fn == "fit":

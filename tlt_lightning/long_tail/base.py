@@ -109,9 +109,9 @@ class DrafterCallback(RolloutCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (began := state_dict.get("head", self.drafter.origin)) != self.drafter.origin:
+        if not self.drafter.begins_from(began := state_dict.get("head", self.drafter.origin)):
             message = "The drafter begins anew from `drafter.head` %s: the checkpoint's began from %s; %s."
-            log.warning(message, self.drafter.origin, began, "give that to go on with what it has learned")
+            log.warning(message, self.drafter.origin[0], began[0], "give that to go on with what it has learned")
             return
         self.drafter.check_layers(state_dict["layer_ids"])
         if (vocabulary := state_dict["vocabulary"]) is not None:
