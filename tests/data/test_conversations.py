@@ -212,7 +212,9 @@ def test_a_turn_without_a_call_that_its_own_limit_cuts_is_not_counted_as_the_lon
     max_tokens: int, reason: str, policy_path: str
 ) -> None:
     stream, _, _, _ = converse(policy_path, Tools, TurnLimits(tokens=1), max_tokens=max_tokens)
-    assert [(response.token_ids, response.finish_reason) for response in stream] == [([20], reason)] * 3
+    for response in stream:
+        assert (response.token_ids, response.finish_reason) == ([20], reason)
+        assert of(stream, response.request_id).talk.num_cut_turns == 1
     stream.close()
 
 

@@ -32,11 +32,12 @@ def test_rollout_metrics_count_what_they_say() -> None:
 
 
 def test_conversations_are_logged_in_the_mean_and_what_went_wrong_is_counted() -> None:
-    log, names = IterationLog(), ("num_turns", "seconds", "num_calls", "num_failed_calls", "error")
-    for values in ((2, 0.25, 3, 1, None), (4, 0.75, 1, 0, ValueError()), (3, 0.5, 2, 0, None)):
+    log, names = IterationLog(), ("num_turns", "num_cut_turns", "seconds", "num_calls", "num_failed_calls", "error")
+    for values in ((2, 1, 0.25, 3, 1, None), (4, 2, 0.75, 1, 0, ValueError()), (3, 0, 0.5, 2, 0, None)):
         log_conversation(log, SimpleNamespace(**dict(zip(names, values, strict=True))))  # type: ignore[arg-type]
     found = {name.removeprefix("environment/"): value for name, value in combine([log.read()]).items()}
-    assert found == {"turns": 3, "tool_seconds": 0.5, "calls": 6, "failed_calls": 1, "failures": 1}
+    sums = {"cut_turns": 3, "calls": 6, "failed_calls": 1, "failures": 1}
+    assert found == {"turns": 3, "tool_seconds": 0.5, **sums}
 
 
 def test_two_ranks_report_what_one_does() -> None:

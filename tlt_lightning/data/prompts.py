@@ -223,7 +223,8 @@ def load_prompts(
         prompts.append(Prompt(text=text, ids=ids, question=question, answer=answer, row=row, index=index))
     if num_dropped:
         log.warning(
-            "%d of %d prompts of %s are longer than `max_prompt_tokens` %d and left out; the longest has %d tokens.",
+            "%d of %d prompts of %s are left out: they are longer than the %d tokens that `max_prompt_tokens`, or the "
+            "context beside a response, has room for. The longest has %d.",
             *(num_dropped, num_dropped + len(prompts), source.name, max_prompt_tokens, longest),
         )
     if not prompts:

@@ -32,7 +32,7 @@ class Conversation:
     def __init__(self, environments: Environments, row: dict[str, Any], call: Call) -> None:
         self.environments, self.row, self._call = environments, row, call
         self.environment: Any = environments.take()
-        self.num_turns = self.num_calls = self.num_failed_calls = 0
+        self.num_turns = self.num_cut_turns = self.num_calls = self.num_failed_calls = 0
         self.seconds = 0.0  # that the policy has waited
         self.reward: float | None = None
         self.turn_rewards: tuple[float, ...] = ()  # whose sum `reward` is; none if the environment gave one number

@@ -90,6 +90,7 @@ def tail_share(trace: Sequence[tuple[float, int]], num_requests: int) -> float:
 def log_conversation(log: IterationLog, talk: Conversation) -> None:
     """Log a conversation with an environment."""
     log.mean("environment/turns", talk.num_turns)
+    log.sum("environment/cut_turns", talk.num_cut_turns)
     log.mean("environment/tool_seconds", talk.seconds)
     log.sum("environment/calls", talk.num_calls)
     log.sum("environment/failed_calls", talk.num_failed_calls)

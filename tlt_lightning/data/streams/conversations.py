@@ -155,12 +155,13 @@ class ConversationStream(RequestStream):
         if talk.error is not None:
             return self._end(trajectory)
         talk.num_turns += 1
+        is_cut = response.finish_reason == "length"
+        talk.num_cut_turns += is_cut
         start, stop = response.turns[-1]
         ids, before = response.token_ids[start:stop], [*trajectory.prompt.ids, *response.token_ids[:start]]
         words = turns.words(ids)
         beside, calls = read_calls(turns.tokenizer, words, ids, before, turns.tools) if turns.tools else (words, [])
         if calls or self.environments.plays_text or self.environments.takes_turns:
-            is_cut = response.finish_reason == "length"
             turn = Turn(words, beside, calls, before, ids, response.logps[start:stop], is_cut)
             self.workers.submit((trajectory, "answer"), talk.answer(turn))
         else:
