@@ -39,6 +39,7 @@ def test_each_response_has_noise_of_its_own_the_same_wherever_its_group_is(monke
         course = RolloutUnderWay(SynchronousSchedule(), demand, [groups[place] for place in places], 2)
         return course.requests([[5]] * len(places), has_seeds=True)
 
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     both = requests(0, 1)
     assert [request.expected_tokens for request in both] == [0.0, 0.0, 7.5, 7.5]
     assert requests(1) == both[2:]
