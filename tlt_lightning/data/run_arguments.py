@@ -21,7 +21,7 @@ class RunArguments:
 
     @property
     def sampling(self) -> Sampling:
-        """How the last iteration was sampled."""
+        """Return how the last iteration was sampled."""
         return self._kept["sampling"]
 
     def take_sampling(self, sampling: Sampling, schedule: RolloutSchedule) -> None:

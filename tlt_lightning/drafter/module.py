@@ -110,7 +110,7 @@ class DrafterModule(L.LightningModule):
         self.target_config = read_target(target)
         self.head_path = None if head is None else heads.find_head(head)
         self.origin = (head or "random weights", None if head is None else checksum_of_weights(str(self.head_path)))
-        """What training begins from, by name and weights."""
+        """Tells what training begins from, by name and by a checksum of the weights."""
         if head is not None and architecture is not None:
             raise ValueError("`architecture` is for a new head: leave it out, for `head` says what it is.")
         self.architecture = heads.architecture_of(self.head_path) if self.head_path else architecture or Eagle3()

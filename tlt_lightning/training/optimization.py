@@ -24,7 +24,7 @@ from tlt_lightning.training.resume import drop_schedule
 log = logging.getLogger(__name__)
 
 _PLATEAU = ("best", "cooldown_counter", "last_epoch", "num_bad_epochs", "_last_lr")
-"""What a scheduler that follows a metric has seen; all else of it are settings."""
+"""Names what a scheduler that follows a metric has seen; its other attributes are settings."""
 
 Settings = dict[str, Any]
 """Settings of one parameter group of an optimizer, by name."""
