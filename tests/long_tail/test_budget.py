@@ -154,21 +154,21 @@ def test_two_decisions_that_do_not_pay_leave_an_eighth_and_one_that_pays_all() -
     budget.note_iteration(TOOK)
     shares = []
     for each in (NOTHING, NOTHING, NOTHING, decision(2.0, 2.4, 0.1, is_published=True), NOTHING):
-        budget.note_decision(each)
+        budget.note_decision(each, None)
         shares.append(budget.decide(1, None))
     assert shares == [2.0, 0.25, 0.25, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(("remaining", "iterations"), [(None, 10), (1000, 10), (4, 4)])
+@pytest.mark.parametrize(("remaining", "iterations"), [(None, 10), (1000, 10), (4, 5)])
 def test_a_gain_saves_the_root_of_its_share_in_half_of_the_iterations_to_come(
     remaining: int | None, iterations: int
 ) -> None:
     budget = AdaptiveBudget(horizon=10)
     budget.note_iteration(TOOK)
-    budget.decide(1, remaining)
-    budget.note_decision(decision(2.0, 2.4, 0.1, is_published=False))
+    budget.decide(0, 2)  # of a run that is resumed with another end
+    budget.note_decision(decision(2.0, 2.4, 0.1, is_published=False), remaining)
     assert budget.metrics()["drafter/predicted_saving_s"] == 0
-    budget.note_decision(decision(2.0, 2.4, 0.1, is_published=True))  # 0.3 for certain
+    budget.note_decision(decision(2.0, 2.4, 0.1, is_published=True), remaining)  # 0.3 for certain
     saved = 8.0 * 0.5 * (1 - sqrt(2.0 / 2.3)) * iterations / 2
     assert budget.metrics()["drafter/predicted_saving_s"] == pytest.approx(saved)
 
@@ -177,7 +177,7 @@ def test_what_is_saved_is_paid_in_up_to_a_trial() -> None:
     for bound, expected in ((0.05, -5.5 + 8.0 * (1 - sqrt(2 / 2.05)) * 25), (0.8, 4.0)):
         budget = AdaptiveBudget(trial=0.5)
         budget.note_iteration(replace(TOOK, learned_share=1.0, cost=9.5))
-        budget.note_decision(decision(2.0, 2.0 + bound, 0.0, is_published=True))
+        budget.note_decision(decision(2.0, 2.0 + bound, 0.0, is_published=True), None)
         assert budget.metrics()["drafter/balance_s"] == pytest.approx(expected)
 
 
@@ -186,10 +186,10 @@ def test_a_gain_that_costs_more_than_it_saves_does_not_pay() -> None:
     for cost, idle_share, share in ((0.5, 0.0, 1.0), (1.2, 0.0, 0.125), (0.5, 1.0, 0.125)):
         budget = AdaptiveBudget(trial=1e3)
         budget.note_iteration(replace(TOOK, learned_share=1.0))
-        budget.note_decision(small)
+        budget.note_decision(small, None)
         for _ in range(2):
             budget.note_iteration(replace(TOOK, learned_share=1.0, cost=cost, idle_share=idle_share))
-            budget.note_decision(small)
+            budget.note_decision(small, None)
         assert budget.decide(3, None) == share  # tokens of idle windows are worth what they would cost outside
 
 
@@ -209,7 +209,7 @@ def test_a_head_that_is_hardly_asked_is_hardly_worth_training() -> None:
         budget = AdaptiveBudget()
         for _ in range(20):
             budget.note_iteration(replace(TOOK, learned_share=learned_share))
-        budget.note_decision(decision(2.0, 2.4, 0.1, is_published=True))
+        budget.note_decision(decision(2.0, 2.4, 0.1, is_published=True), None)
         savings.append(budget.metrics()["drafter/predicted_saving_s"])
     assert savings[2] == savings[0] > 20 * savings[1]
 

@@ -22,6 +22,7 @@ from tlt_lightning.engine import RolloutEngine, TransformersEngine, VLLMEngine
 from tlt_lightning.hidden_states import PolicyText
 from tlt_lightning.long_tail.budget import AdaptiveBudget, FixedBudget, MeasuredIteration, TrainingBudget
 from tlt_lightning.long_tail.callback import LongTailIdleCallback
+from tlt_lightning.long_tail.publishing import PublishDecision
 from tlt_lightning.long_tail.trainer import TrainingCosts
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.metrics.iteration_log import combine
@@ -353,15 +354,23 @@ def test_the_budget_hears_what_is_to_come_and_what_training_takes_on_average_ove
             heard.append((iteration, remaining))
             return super().decide(iteration, remaining)
 
+        def note_decision(self, decision: PublishDecision, remaining: int | None) -> None:
+            of_decisions.append(remaining)
+
         def note_costs(self, step: float, decision: float) -> None:
             heard.append((step, decision))
 
     heard: list[Any] = []
+    of_decisions: list[int | None] = []
     loop = Loop(make_callback(budget=Listening(0.1), pack_tokens=128))
+    quality = DraftQuality((1.0,), (), (), (), 1)
+    decision = PublishDecision(quality, quality, 0.0, 0.0, is_published=False, has_diverged=False)
+    loop.callback.publisher.publish_if_better = lambda: decision  # type: ignore[method-assign]
     for epoch, max_epochs in ((0, 9), (8, 9), (3, -1)):
         loop.trainer.max_epochs = max_epochs
         loop.begin_iteration(epoch)
     assert heard == [(0, 8), (8, 0), (3, None)]
+    assert of_decisions == [8, 0, None]
     training, loop.callback._costs = loop.callback.training, TrainingCosts(step=3.0, judged_token=0.5)
     training.num_ranks, training.sum_over_ranks = 2, lambda own: own + torch.tensor([1.0, 0.0])
     loop.callback.buffer.add(texts_of(12))

@@ -66,8 +66,8 @@ class TrainingBudget(ABC):
     def note_costs(self, step: float, decision: float) -> None:  # noqa: B027 - a fixed one learns nothing
         """Learn the seconds of a training step and of a decision about publishing, before any is spent."""
 
-    def note_decision(self, decision: PublishDecision) -> None:  # noqa: B027 - likewise
-        """Learn from a decision about publishing, before `decide` of the same iteration."""
+    def note_decision(self, decision: PublishDecision, remaining: int | None) -> None:  # noqa: B027 - likewise
+        """Learn from a decision about publishing, before `decide` of the same iteration; `remaining` as there."""
 
     def note_iteration(self, iteration: MeasuredIteration) -> None:  # noqa: B027 - likewise
         """Learn from an iteration that is over."""
@@ -146,7 +146,6 @@ class AdaptiveBudget(TrainingBudget):
     def __post_init__(self) -> None:
         self._costs = {"step": 0.0, "decision": 0.0}  # seconds, foretold
         self._means: dict[str, float] = {}  # over the iterations, the newest counts for half
-        self._remaining = self.horizon
         self._num_unpaid = 0  # decisions in a row
         self._spent = 0.0  # seconds since the last decision; tokens of idle windows at their price outside
         self._saved = 0.0  # seconds, by the last decision
@@ -155,7 +154,6 @@ class AdaptiveBudget(TrainingBudget):
 
     @override
     def decide(self, iteration: int, remaining: int | None) -> float | None:
-        self._remaining = self.horizon if remaining is None else min(remaining, self.horizon)
         share = self.most if self._num_unpaid < _UNPAID else _EIGHTH * self.most
         # Where all of `share` is too dear, as much of it is trained on as `limit` allows: at least an eighth.
         cost = self._cost(_EIGHTH * share) if self._means else 0.0
@@ -170,7 +168,7 @@ class AdaptiveBudget(TrainingBudget):
                 if cost <= trial
                 else f"It may take {trial:.1f} s, {self.trial:g} of a rollout's: this head cannot pay on this machine.",
             )
-        return share if self._remaining and not self._rests else None
+        return share if remaining != 0 and not self._rests else None
 
     def _cost(self, share: float) -> float:
         outside = max(0.0, share - self._means["idle_share"])
@@ -188,12 +186,13 @@ class AdaptiveBudget(TrainingBudget):
         self._costs = {"step": step, "decision": decision}
 
     @override
-    def note_decision(self, decision: PublishDecision) -> None:
+    def note_decision(self, decision: PublishDecision, remaining: int | None) -> None:
         self._saved = 0.0
         if decision.is_published:
             before = decision.before.acceptance_length
             share = 1 - sqrt(before / (before + decision.bound))
-            self._saved = self._means.get("learned_seconds", 0.0) * share * self._remaining / 2
+            iterations = self.horizon if remaining is None else min(remaining + 1, self.horizon)
+            self._saved = self._means.get("learned_seconds", 0.0) * share * iterations / 2
         self._num_unpaid = 0 if self._saved > self._spent else self._num_unpaid + 1
         self._spent = 0.0
         self._pay_in(self._saved)
@@ -241,4 +240,4 @@ class AdaptiveBudget(TrainingBudget):
             setattr(self, name, state_dict[name])
 
 
-_STATE = ("_num_unpaid", "_remaining", "_spent", "_saved", "_balance")
+_STATE = ("_num_unpaid", "_spent", "_saved", "_balance")

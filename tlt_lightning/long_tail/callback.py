@@ -160,9 +160,9 @@ class LongTailIdleCallback(DrafterCallback):
 
     def _decide(self, trainer: L.Trainer) -> DrafterPlan:
         """Publish what was trained if it is better, and decide how much this iteration trains."""
-        if (decision := self.publisher.publish_if_better()) is not None:
-            self.budget.note_decision(decision)
         remaining = None if (last := trainer.max_epochs) in (None, -1) else last - trainer.current_epoch - 1
+        if (decision := self.publisher.publish_if_better()) is not None:
+            self.budget.note_decision(decision, remaining)
         share = self.budget.decide(trainer.current_epoch, remaining)
         metrics = {**({} if decision is None else decision.metrics()), **self.budget.metrics()}
         return DrafterPlan(trainer.current_epoch, share, metrics)

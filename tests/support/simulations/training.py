@@ -68,18 +68,19 @@ def simulate(world: World, budget: TrainingBudget, num_iterations: int = 100, se
     served = trained = world.skill
     outcome, pending, is_cold = Outcome(0.0, 0.0, []), False, world.skill == 0
     for iteration in range(num_iterations):
-        cost = 0.0
+        cost, remaining = 0.0, num_iterations - iteration - 1
         if pending:
             before, after = (world.acceptance(skill) for skill in (served, trained))
             seen = max(1.0, after + rng.gauss(0, ERROR))
             bound = seen - before - 1.28 * ERROR
             published = bound > 0
             old, new = (DraftQuality((length - 1,), (), (), (), 1) for length in (before, seen))
-            budget.note_decision(PublishDecision(old, new, seen - before, bound, published, has_diverged=False))
+            decision = PublishDecision(old, new, seen - before, bound, published, has_diverged=False)
+            budget.note_decision(decision, remaining)
             if published:
                 served, is_cold = trained, False
             cost += 0.1
-        share = budget.decide(iteration, num_iterations - iteration - 1)
+        share = budget.decide(iteration, remaining)
         plain = world.decode * (1 - world.usage)
         with_head = (world.decode - plain) / (1 if is_cold else world.speed_up(served))
         decode = plain + with_head
