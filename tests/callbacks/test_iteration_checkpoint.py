@@ -1,6 +1,7 @@
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -57,9 +58,11 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
 
 
-def fit_into(folder: Path, max_epochs: int, keep: int = 2, **fit: Path) -> None:
-    callbacks = [RunGuard(), IterationCheckpoint(str(folder), every_minutes=0.0, keep=keep)]
-    trainer = make_trainer(folder, callbacks, max_epochs=max_epochs, enable_checkpointing=True, limit_val_batches=0)
+def fit_into(folder: Path, max_epochs: int, keep: int = 2, saver: L.Callback | None = None, **fit: Path) -> None:
+    saver = saver or IterationCheckpoint(str(folder), every_minutes=0.0, keep=keep)
+    trainer = make_trainer(
+        folder, [RunGuard(), saver], max_epochs=max_epochs, enable_checkpointing=True, limit_val_batches=0
+    )
     trainer.fit(LoggingModule(), RolloutLoop(lambda _: [make_rollout(1.0)]), weights_only=True, **fit)
 
 
@@ -71,6 +74,14 @@ def test_a_resumed_run_keeps_as_many_as_it_is_told_to(max_epochs: int, keep: int
     kept = [f"epoch={epoch}.ckpt" for epoch in range(max_epochs - keep, max_epochs)]
     assert sorted(path.name for path in folder.iterdir()) == [*kept, "last.ckpt"]
     assert (folder / "last.ckpt").resolve().name == kept[-1]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("min", [0, 2]), ("max", [4])])  # one is `last.ckpt`
+def test_a_resumed_run_keeps_as_many_of_the_best_as_it_is_told_to(mode: str, kept: list[int], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"monitor": "step", "mode": mode, "save_last": "link", "save_on_train_epoch_end": True}
+    for max_epochs, top, fit in ((4, 3, {}), (5, 1, {"ckpt_path": tmp_path / "last.ckpt"})):
+        fit_into(tmp_path, max_epochs, saver=ModelCheckpoint(tmp_path, "{epoch}", save_top_k=top, **settings), **fit)
+    assert {path.name for path in tmp_path.glob("epoch*")} == {f"epoch={epoch}.ckpt" for epoch in kept}
 
 
 def test_another_runs_checkpoints_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

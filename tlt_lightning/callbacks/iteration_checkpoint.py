@@ -81,18 +81,8 @@ class IterationCheckpoint(ModelCheckpoint):
         if trainer.strategy.reduce_boolean_decision(is_last or is_due, all=False):  # clocks and signals of ranks differ
             super().on_train_epoch_end(trainer, pl_module)
             self._saved_at = time.monotonic()
-            self._remove_surplus(trainer)
             if self._interrupted.exists() and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._remove_checkpoint(trainer, str(self._interrupted))
-
-    def _remove_surplus(self, trainer: L.Trainer) -> None:
-        """Remove what a run that is resumed with a smaller `keep` has more; Lightning would go on and remove none."""
-        by_age = sorted(self.best_k_models, key=self.best_k_models.__getitem__)
-        for path in by_age[: -self.save_top_k]:
-            del self.best_k_models[path]
-            self.kth_best_model_path = by_age[-self.save_top_k]
-            if self._should_remove_checkpoint(trainer, path, by_age[-1]):
-                self._remove_checkpoint(trainer, path)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -87,7 +87,8 @@ PATCHES = (
     ),
     Patch(
         "ModelCheckpoint._save_monitor_checkpoint",
-        "saves nothing, with a warning, for want of its metric",
+        "saves nothing, with a warning, for want of its metric; removes none in a run that is resumed with a smaller "
+        "`save_top_k`",
         _savers,
         save_followed,
     ),

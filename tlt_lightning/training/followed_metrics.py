@@ -1,5 +1,6 @@
 """Let callbacks of Lightning that follow a metric look at it where it is new."""
 
+import os
 import re
 from typing import Any
 
@@ -72,11 +73,21 @@ def validates_by_iteration(trainer: L.Trainer) -> bool:
 
 
 def save_followed(callback: ModelCheckpoint, trainer: L.Trainer, candidates: dict[str, Any]) -> None:
-    """Replace `ModelCheckpoint._save_monitor_checkpoint`, which would save nothing for want of its metric."""
-    metric = str(callback.monitor)
+    """Replace `ModelCheckpoint._save_monitor_checkpoint`, which would save nothing for want of its metric.
+
+    Nor would it ever remove a checkpoint again in a run that is resumed with a smaller `save_top_k`.
+    """
+    metric, kept = str(callback.monitor), callback.best_k_models
     if metric not in candidates and (is_of_iteration(metric) or not sum(trainer.num_val_batches)):
         raise MisconfigurationException(
             f"`ModelCheckpoint(monitor={metric!r})` would save nothing, for the first iteration has not logged "
             f"`{metric}`; choose one of {', '.join(sorted(candidates))}."
         )
+    best_last = sorted(kept, key=kept.__getitem__, reverse=callback.mode == "min")
+    linked = os.path.realpath(callback.last_model_path)
+    for path in best_last[: -callback.save_top_k] if callback.save_top_k > 0 else ():
+        del kept[path]
+        callback.kth_best_model_path = best_last[-callback.save_top_k]
+        if callback._should_remove_checkpoint(trainer, path, linked):
+            callback._remove_checkpoint(trainer, path)
     type(callback)._save_monitor_checkpoint(callback, trainer, candidates)
