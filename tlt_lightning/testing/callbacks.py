@@ -11,16 +11,13 @@ from torch import Tensor
 
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import ROLLOUT_HOOKS
+from tlt_lightning.hooks import ROLLOUT_HOOKS, RolloutCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.module import RLModule
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rewards.term import RewardTerm
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.testing.plugin import POLICY, named, saved
-
-HOOK_PREFIXES = ("on_rollout", "on_iteration", "on_weight", "on_hidden", "on_engine")
-"""Beginnings of methods that are hooks, or a mistake."""
 
 
 class _WatchedLog(IterationLog):
@@ -48,11 +45,11 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
         callback: Fresh from its constructor; the run is its own.
         policy: Path or hub name of a small policy.
     """
-    for name in (each for each in dir(type(callback)) if each.startswith(HOOK_PREFIXES)):
-        hooks = ", ".join(ROLLOUT_HOOKS)
-        assert name in ROLLOUT_HOOKS, f"{named(callback, name)} is no hook, and nothing calls it: hooks are {hooks}."
+    own, hooks = [name for name in dir(type(callback)) if name.startswith("on_")], ", ".join(ROLLOUT_HOOKS)
+    for name in own:
+        is_hook = hasattr(RolloutCallback, name)
+        assert is_hook, f"{named(callback, name)} is no hook, and nothing calls it: hooks are Lightning's and {hooks}."
     log = _WatchedLog()
-    own = [name for name in dir(type(callback)) if name.startswith("on_")]
     for name in own:
         setattr(callback, name, partial(log.call, getattr(callback, name)))
     _fit(log, callback, policy)
