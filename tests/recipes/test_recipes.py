@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from recipes.assets.make_countdown import Question, write_searches
 from tests.support.rows import (
@@ -22,8 +23,8 @@ from tests.support.rows import (
 from tlt_lightning import SupervisedDataModule
 from tlt_lightning.checks import check_trainer
 from tlt_lightning.commands.cli import run_cli
+from tlt_lightning.commands.starter import OVERLAYS, OVERLAYS_OF_TEXTS, read_recipes, write_start
 from tlt_lightning.commands.starter import RECIPES as RECIPE_FILES
-from tlt_lightning.commands.starter import read_recipes, write_start
 from tlt_lightning.data.prompts import load_prompts
 from tlt_lightning.data.texts import AnsweredRows
 from tlt_lightning.policy import load_tokenizer
@@ -64,6 +65,14 @@ def test_the_tables_say_of_every_recipe_what_was_run() -> None:
     rows = [line.strip("| ").split(" | ") for line in lines if line[:1] == "|" and " | " in line]
     said = {name for _, files, *measured in rows if all(measured) for name in RECIPES if f"`{name}.yaml`" in files}
     assert said == set(RECIPES)
+
+
+def test_every_recipe_writes_into_a_folder_of_its_own() -> None:
+    """A run sets aside what another has left in its folder; overlays go into that of the recipe below them."""
+    names = {path.name for path in RECIPE_FILES.glob("*.yaml")} - {*OVERLAYS, *OVERLAYS_OF_TEXTS}
+    trainers = {name: yaml.safe_load((RECIPE_FILES / name).read_text()).get("trainer", {}) for name in names}
+    assert [name for name, trainer in trainers.items() if "default_root_dir" not in trainer] == []
+    assert len({trainer["default_root_dir"] for trainer in trainers.values()}) == len(names)
 
 
 @pytest.mark.parametrize("name", POLICIES)
