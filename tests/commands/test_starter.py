@@ -39,6 +39,15 @@ def test_every_recipe_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[st
                 "python -m tlt_lightning fit -c recipes/quickstart_smollm2.yaml -c mine.yaml",
             ],
         ),
+        (
+            "smollm2_searches_1gpu",
+            [
+                "python -m tlt_lightning export --ckpt_path outputs/sft_smollm2_searches/checkpoints/last.ckpt "
+                "--output_dir outputs/sft_smollm2_searches/policy",  # which takes no settings
+                "python -m tlt_lightning fit -c recipes/quickstart.yaml -c recipes/smollm2_searches_1gpu.yaml "
+                "-c mine.yaml",
+            ],
+        ),
     ],
 )
 def test_init_writes_what_its_commands_name(

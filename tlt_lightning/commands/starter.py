@@ -32,7 +32,7 @@ ENVIRONMENT = """\
 """
 TEXTS = """\
   init_args:
-    batch_size: 32                     # texts of an optimizer step
+    batch_size: {batch_size:<23}# texts of an optimizer step
 """
 YOURS = ("mine.yaml", "my_reward.py", "my_environment.py")
 OVERLAYS = (
@@ -125,11 +125,11 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     for name in OVERLAYS if has_rewards else OVERLAYS_OF_TEXTS:
         shutil.copyfile(RECIPES / name, folder / "recipes" / name)
     model = f"model: {{policy: {settings['model'].get('policy', '')}}}   # a folder, or a name on the hub\n"
-    own = prompts + environment + REWARDS if has_rewards else TEXTS + prompts
+    own = prompts + environment + REWARDS if has_rewards else TEXTS.format(**data["init_args"]) + prompts
     (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
     if has_rewards:
         shutil.copyfile(REWARD, folder / "my_reward.py")
-    mine = re.compile("python -m tlt_lightning (?!drafter)")  # a draft head has neither prompts nor rewards
+    mine = re.compile("python -m tlt_lightning (?:fit|validate|predict)")  # others take no prompts and rewards
     return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
 
 
