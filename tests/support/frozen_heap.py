@@ -4,9 +4,6 @@ An engine's life has eight full collections. Each goes over all that was ever im
 of what a small engine costs. To import this module is to freeze what is there; vLLM, which freezes and unfreezes the
 heap of each engine, then leaves it as it is. vLLM's CPU build also looks through all modules, to put its kernels in
 place of Triton's, in each engine anew: here once, for modules that come later get these kernels from their places.
-
-The class of a model is looked at here, too. vLLM, lest it start CUDA, starts a process for it that imports vLLM anew,
-once for each class and machine.
 """
 
 import atexit
@@ -37,9 +34,6 @@ for name in PRELOADED:
 current_platform: Any = importlib.import_module("vllm.platforms").current_platform
 current_platform.register_triton_kernel_overrides()
 current_platform.register_triton_kernel_overrides = lambda: None
-if current_platform.is_cpu():
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda look: look()
 gc.collect()
 gc.freeze()
 gc.enable()

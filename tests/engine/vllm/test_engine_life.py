@@ -2,7 +2,10 @@
 
 import copy
 import logging
+import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -44,6 +47,25 @@ def test_an_engine_that_failed_to_start_leaves_sleep_mode_to_the_next(
     for _ in range(2):
         with pytest.raises(ValueError, match="Sleep mode is not supported"):
             VLLMEngine(kv_cache_gib=0.0625).setup(policy_path, max_model_len=MAX_MODEL_LEN, seed=0)
+
+
+@pytest.mark.vllm
+def test_a_policy_is_looked_at_in_this_process_where_vllm_has_cached_nothing(
+    policy_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    started = Mock(wraps=subprocess.run)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry.subprocess, "run", started)
+    monkeypatch.setattr(LLMEngine, "from_vllm_config", lambda config, disable_log_stats: config)
+    registry._try_inspect_model_cls.cache_clear()
+    with ExitStack() as undone:
+        internals.start(EngineArgs(policy_path, dtype="float32"), undone, keep_process_group=True)
+    assert list((tmp_path / "modelinfos").iterdir())
+    assert registry._SUBPROCESS_COMMAND not in [call.args[0] for call in started.call_args_list]
 
 
 @pytest.mark.vllm

@@ -110,6 +110,7 @@ REQUIRED: dict[str, str] = {
         "finalize_layerwise_processing(model, model_config); get_layerwise_info(layer); LAYERWISE_INFO"
     ),
     "model_executor.model_loader.reload.types.LayerReloadingInfo": "loaded_weights; load_numel",
+    "model_executor.models.registry": "_run_in_subprocess(fn)",
     "model_executor.models.transformers.base.Base": (
         "_decorate_cls_for_torch_compile(cls, dynamic_arg_dims, enable_if, is_encoder)"
     ),

@@ -150,11 +150,14 @@ def start(args: EngineArgs, undone_by_close: ExitStack, *, keep_process_group: b
     """
     from torch._dynamo.convert_frame import _bytecode_hooks as hooks
     from vllm.distributed import parallel_state
+    from vllm.model_executor.models import registry
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu import shutdown
 
-    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # vLLM looks at each architecture in a process that imports vLLM anew, lest this one use CUDA, which it does.
+    with replaced(registry, "_run_in_subprocess", lambda look: look()):
+        config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     earlier = set(hooks)
     undone_by_close.callback(_forget_importers)
     try:
