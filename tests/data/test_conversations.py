@@ -156,7 +156,7 @@ def test_a_coroutine_that_blocks_the_others_is_left_behind(policy_path: str, mon
     async def block() -> None:
         is_over.wait(200)
 
-    monkeypatch.setattr("tlt_lightning.environments.workers._GRACE", 0.3)
+    monkeypatch.setattr("tlt_lightning.environments.workers.GRACE", 0.3)
     monkeypatch.setattr(Echo, "bad", {"step": block})
     stream, _, _, _ = converse(policy_path, Echo, TurnLimits(seconds=0.2))
     assert len(list(stream)) == 3

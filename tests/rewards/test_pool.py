@@ -86,6 +86,20 @@ def test_submit_returns_at_once_and_calls_run_in_parallel(make_pool) -> None:
     assert pool.collect() == {key: {"meet": 1.0} for key in range(3)}
 
 
+def test_async_calls_share_an_event_loop_and_run_together(make_pool) -> None:
+    client = asyncio.Barrier(8)  # as clients that keep connections do, it belongs to the loop that uses it first
+
+    async def ask(prompt: str, response: str, row: dict) -> float:
+        await client.wait()
+        return 1.0
+
+    pool = make_pool(ask, num_workers=1, timeout=100)
+    for _ in range(2):
+        for key in range(8):
+            pool.submit(key, "", "", {})
+        assert pool.collect() == {key: {"ask": 1.0} for key in range(8)}
+
+
 def test_calls_run_before_collect(make_pool) -> None:
     ran = threading.Event()
     pool = make_pool(RewardTerm(function=lambda p, r, row: ran.set() or 1.0, name="early"))

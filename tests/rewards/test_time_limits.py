@@ -13,7 +13,7 @@ import pytest
 
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards import pool as pools
-from tlt_lightning.rewards.pool import MAX_STUCK
+from tlt_lightning.rewards.pool import GRACE, MAX_STUCK
 
 pytestmark = pytest.mark.slow
 
@@ -51,12 +51,7 @@ async def hang_async(prompt: str, response: str, row: dict) -> float:
     return 1.0
 
 
-async def block_the_loop(prompt: str, response: str, row: dict) -> float:
-    threading.Event().wait()
-    return 1.0
-
-
-@pytest.mark.parametrize("function", [hang, hang_async, block_the_loop])
+@pytest.mark.parametrize("function", [hang, hang_async])
 def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, clock: Clock, caplog) -> None:
     def begin(prompt: str, response: str, row: dict) -> Any:
         clock.now += TIMEOUT
@@ -70,6 +65,20 @@ def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, 
     assert pool.stats["reward/length_timeouts"] == 0
     assert f"no score within {TIMEOUT} s" in caplog.text
     assert "reward/hangs_timeouts" in caplog.text
+
+
+def test_a_coroutine_that_blocks_its_loop_costs_no_call_that_has_not_begun(make_pool, clock: Clock) -> None:
+    async def block(prompt: str, response: str, row: dict) -> float:
+        if prompt == "blocks":
+            clock.now += TIMEOUT + GRACE
+            threading.Event().wait()
+        return 1.0
+
+    pool = make_pool(block, timeout=TIMEOUT)
+    for key, prompt in enumerate(["blocks", "", ""]):
+        pool.submit(key, prompt, "", {})
+    assert pool.collect() == {0: {"block": 0.0}, 1: {"block": 1.0}, 2: {"block": 1.0}}
+    assert pool.stats == {"reward/block_errors": 0, "reward/block_timeouts": 1}
 
 
 def test_calls_that_hang_hold_up_no_others_until_scores_are_waited_for(make_pool, clock: Clock) -> None:
@@ -206,6 +215,7 @@ def test_close_is_idempotent_final_and_ends_all_threads() -> None:
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
+    pool.close()
 
 
 def test_what_close_gives_up_on_is_no_failure(caplog) -> None:

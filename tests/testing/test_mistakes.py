@@ -1,5 +1,6 @@
 """Plugins of somebody who has read the documentation, and has made a mistake: the kit finds it."""
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable
@@ -302,6 +303,17 @@ def test_a_reward_that_pays_for_the_prompt(recwarn) -> None:
     check_reward(exact_match, row, right="42", wrong="41")
     (warning,) = recwarn
     assert str(warning.message) == "Reward `<lambda>` scores the prompt itself 1.0: a policy learns to repeat it."
+
+
+def test_an_async_reward_is_asked_in_one_loop_as_in_a_run() -> None:
+    loops = set()
+
+    async def ask(prompt: str, response: str, row: dict) -> float:
+        loops.add(asyncio.get_running_loop())
+        return float(response == "42")
+
+    check_reward(ask, {"answer": "42"}, right="42", wrong="41")
+    assert len(loops) == 1
 
 
 # Engines

@@ -10,12 +10,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tlt_lightning.rewards.pool import MAX_STUCK, within
+from tlt_lightning.rewards.pool import GRACE, MAX_STUCK, serve, within
 
 MAX_THREADS = 256
 """Plain methods that run at once; more wait."""
-
-_GRACE = 5.0  # seconds beyond the limit of a call after which a coroutine must be blocking all the others
 
 
 class Late(TimeoutError):
@@ -78,7 +76,7 @@ class EnvironmentWorkers:
             self._threads = CallThreads()
             self._loop.call_soon(self._show_life, self._loop)
             self._beat = time.monotonic()
-            threading.Thread(target=_serve, args=(self._loop,), name="environments", daemon=True).start()
+            threading.Thread(target=serve, args=(self._loop,), name="environments", daemon=True).start()
         self.under_way[key] = None
         asyncio.run_coroutine_threadsafe(self._run(key, job), self._loop)
 
@@ -97,7 +95,7 @@ class EnvironmentWorkers:
             except queue.Empty:
                 if not wait or ended:
                     break
-                if time.monotonic() - self._beat > self.seconds + _GRACE:
+                if time.monotonic() - self._beat > self.seconds + GRACE:
                     ended = self._give_up_loop()
                 self._on_wait()
                 continue
@@ -180,13 +178,3 @@ class EnvironmentWorkers:
         lost = [(key, late) for key in self.under_way]
         self.close()
         return lost
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, then end what is left on it."""
-    loop.run_forever()
-    if left := asyncio.all_tasks(loop):
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.wait(left, timeout=_GRACE))
-    loop.close()

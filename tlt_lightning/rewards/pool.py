@@ -27,6 +27,12 @@ Seconds = Annotated[float, Bound(0, TIMEOUT_MAX, excludes=(0, TIMEOUT_MAX)), "Gi
 MAX_STUCK = 64
 """Threads that may be stuck in calls past their time limit; more end the run, because nothing else can end them."""
 
+MAX_AWAITED = 64
+"""Awaitables that run at once; more wait, for a client's own limit would count as time of the call."""
+
+GRACE = 5.0
+"""Seconds past its time limit after which an awaitable, which is cancelled there, must be blocking its event loop."""
+
 MAX_SCORE = 1e16
 """Largest score, weighted or not: advantages are computed in float32, which holds sums of its squares."""
 
@@ -55,9 +61,9 @@ class RewardPool:
     """Runs reward functions on threads and keeps their failures from ending or delaying a run.
 
     A response whose function raises, returns no finite number of reasonable size (`MAX_SCORE`), or exceeds the time
-    limit gets 0; `stats` counts it, and each reward's first failure is logged with its sample and line. An awaitable
-    runs on the thread that made it, in its own event loop, so clients that keep connections must be opened inside the
-    call.
+    limit gets 0; `stats` counts it, and each reward's first failure is logged with its sample and line. All awaitables
+    run in one event loop, so a client that keeps connections can be opened once. One that blocks the loop past its time
+    limit costs those beside it, and a new loop takes its place.
 
     Python cannot end a thread: a call past its time limit is left behind, and a new thread takes its place; more than
     `MAX_STUCK` at once are an error. A function that holds the interpreter's lock while it hangs (a huge power, a
@@ -65,7 +71,7 @@ class RewardPool:
 
     Args:
         terms: The rewards, each under its own name. A function's method `load()` is called here, without a time limit.
-        num_workers: Calls that run at once, plain and async together.
+        num_workers: Plain calls that run at once.
         timeout: Seconds that one call may take, from its own start.
 
     Example:
@@ -95,11 +101,12 @@ class RewardPool:
         for term in self.terms:
             if load := getattr(term.function, "load", None):
                 load()
+        self._start_loop()
         for _ in range(num_workers):
             self._start_thread()
 
-    def submit(self, key: int, prompt: str, response: str, row: dict[str, Any]) -> None:
-        """Queue a response for every reward, and return at once.
+    def submit(self, key: int, prompt: str, response: str, row: dict[str, Any]) -> list[Call]:
+        """Queue a response for every reward, and return these calls at once.
 
         Args:
             key: Identifies the response in what `collect` returns; the newer of two with the same key counts.
@@ -109,11 +116,12 @@ class RewardPool:
         """
         if self._closed:
             raise RuntimeError("`submit` was called on a reward pool that is closed.")
-        self._submitted[key] = [Call(term, prompt, response, row) for term in self.terms]
+        self._submitted[key] = calls = [Call(term, prompt, response, row) for term in self.terms]
         with self._changed:
-            self._waiting.extend(self._submitted[key])
+            self._waiting.extend(calls)
             self._give_up_late()  # so that calls that hang do not hold up the others until `collect`
             self._changed.notify_all()
+        return calls
 
     def __contains__(self, key: int) -> bool:
         """Return True if `collect` has not returned what was submitted under this key."""
@@ -166,10 +174,17 @@ class RewardPool:
     def close(self) -> None:
         """Give up on everything that still runs; safe to call twice."""
         with self._changed:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(self._loop.stop)
             self._closed = True
             self._waiting.clear()
             self._running.clear()
             self._changed.notify_all()
+
+    def _start_loop(self) -> None:
+        self._loop, self._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_AWAITED)
+        self._loop_thread = threading.Thread(target=serve, args=(self._loop,), name="reward-loop", daemon=True)
+        self._loop_thread.start()
 
     def _start_thread(self) -> None:
         # A daemon: `concurrent.futures` joins its threads when the interpreter exits, and one that hangs never ends.
@@ -185,24 +200,52 @@ class RewardPool:
                 call.started = time.monotonic()
                 self._running[call] = threading.current_thread()
             try:
-                score, error = run(call, self.timeout), None
+                value = call.term(call.prompt, call.response, deepcopy(call.row))
+                if inspect.isawaitable(value):
+                    if self._hand_over(call, value):
+                        continue
+                    return
+                score, error = score_of(call, value), None
             except BaseException as raised:  # the thread must survive whatever a reward does
                 score, error = 0.0, raised
-            if os.getpid() != self._process:  # a copy of the run, which the reward has forked and not ended
-                os._exit(1)
             if error is None and time.monotonic() - call.started > self.timeout:  # whether or not anybody has waited
                 score, error = 0.0, late(self.timeout)
-            with self._changed:
-                if call not in self._running:  # given up, and another thread has taken over
-                    return
-                self._finish(call, score, error)
+            if not self._finish(call, score, error):  # given up, and another thread has taken over
+                return
+
+    def _hand_over(self, call: Call, value: Awaitable[Any]) -> bool:
+        """Let the loop await the value; return False for a call that was given up."""
+        with self._changed:
+            if is_wanted := call in self._running:
+                self._running[call], call.started = self._loop_thread, math.inf
+                asyncio.run_coroutine_threadsafe(self._await(call, value, self._seats), self._loop)
+        return is_wanted
+
+    async def _await(self, call: Call, value: Awaitable[Any], seats: asyncio.Semaphore) -> None:
+        try:
+            async with seats:
+                call.started = time.monotonic() + GRACE
+                score, error = score_of(call, await within(self.timeout, value, late(self.timeout))), None
+        except BaseException as raised:
+            score, error = 0.0, raised
+        self._finish(call, score, error)
 
     def _give_up_late(self) -> None:
         latest = time.monotonic() - self.timeout
-        for call in [call for call in self._running if call.started <= latest]:
-            self._stuck.append((self._running[call], call.term.name))
-            self._finish(call, 0.0, late(self.timeout))
-            self._start_thread()
+        for thread in {thread for call, thread in self._running.items() if call.started <= latest}:
+            lost = [call for call, other in self._running.items() if other is thread]
+            self._stuck.append((thread, lost[0].term.name))
+            for call in lost:
+                if call.started < math.inf:
+                    self._end(call, 0.0, late(self.timeout))
+                else:  # not begun, because another blocks the loop
+                    del self._running[call]
+                    self._waiting.append(call)
+            if thread is self._loop_thread:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._start_loop()
+            else:
+                self._start_thread()
         self._stuck = [(thread, name) for thread, name in self._stuck if thread.is_alive()]
         if len(self._stuck) > MAX_STUCK:
             names = ", ".join(sorted({f"`{name}`" for _, name in self._stuck}))
@@ -211,7 +254,16 @@ class RewardPool:
                 "nothing can end them: give these functions time limits of their own, or run them in child processes."
             )
 
-    def _finish(self, call: Call, score: float | None, error: BaseException | None) -> None:
+    def _finish(self, call: Call, score: float | None, error: BaseException | None) -> bool:
+        """Take the outcome of a call; return False if it was given up."""
+        if os.getpid() != self._process:  # a copy of the run, which the reward has forked and not ended
+            os._exit(1)
+        with self._changed:
+            if is_wanted := self._running.get(call) is threading.current_thread():
+                self._end(call, score, error)
+        return is_wanted
+
+    def _end(self, call: Call, score: float | None, error: BaseException | None) -> None:
         call.score, call.error, call.is_done = score, error, True
         del self._running[call]
         self._changed.notify_all()
@@ -242,12 +294,9 @@ def describe(error: BaseException | None) -> str:
     return text + "".join(dict.fromkeys(f", in {frame.name} at {frame.filename}:{frame.lineno}" for frame in ends))
 
 
-def run(call: Call, timeout: float) -> float | None:
-    """Call the reward, to the end of its coroutine if any; return a finite score, None where it does not apply."""
-    value: Any = call.term(call.prompt, call.response, deepcopy(call.row))
-    if inspect.isawaitable(value):
-        value = asyncio.run(within(timeout, value, late(timeout)))
-    value = call.term.score_of(value)
+def score_of(call: Call, returned: Any) -> float | None:
+    """Return the finite score in what the reward has returned; None where it does not apply."""
+    value = call.term.score_of(returned)
     return None if value is None else as_score(value, call.term.weight)
 
 
@@ -276,3 +325,13 @@ async def within(seconds: float, value: Awaitable[Any], late: Exception) -> Any:
 def late(timeout: float) -> TimeoutError:
     """Make the error of a call that did not end within `timeout` s."""
     return TimeoutError(f"no score within {timeout} s")
+
+
+def serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, then end what is left on it."""
+    loop.run_forever()
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
+    loop.close()

@@ -1,10 +1,9 @@
 """Check a reward on right, wrong and odd responses."""
 
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tlt_lightning.rewards.pool import Call, run
+from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rewards.term import RewardFunction, RewardTerm
 
 ODD_RESPONSES = ("", " \n", "<answer>", "\\boxed{", "1/0", "\U0001f642" * 9, "9" * 5000, "(" * 5000)
@@ -29,15 +28,15 @@ def check_reward(reward: RewardFunction | RewardTerm, row: dict[str, Any], *, ri
     prompt = str(row.get("prompt", ""))
     who, texts = f"Reward `{term.name}`", [right, wrong, prompt, *ODD_RESPONSES]
 
-    def score(response: str) -> float:
-        try:
-            return run(Call(term, prompt, response, row), timeout=10) or 0.0
-        except Exception as error:
-            failed = f"{who} fails on the response {response[:40]!r}: return a number for any text. {error!r}"
-            raise AssertionError(failed) from error
-
-    with ThreadPoolExecutor(4) as pool:
-        scores = list(pool.map(score, [*texts, *texts]))
+    pool = RewardPool([term])
+    calls = [pool.submit(key, prompt, text, row)[0] for key, text in enumerate([*texts, *texts])]
+    pool.collect()
+    pool.close()
+    for call in calls:
+        if call.error is not None:
+            failed = f"{who} fails on the response {call.response[:40]!r}: return a number for any text. {call.error!r}"
+            raise AssertionError(failed) from call.error
+    scores = [call.score or 0.0 for call in calls]
     assert scores[0] > scores[1], (
         f"{who} scores the right response {scores[0]} and the wrong one {scores[1]}: it is called as (prompt, "
         "response, row), by place; compare with what the row holds."
