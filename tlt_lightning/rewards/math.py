@@ -16,9 +16,13 @@ CHILDREN = Children(Path(__file__).with_name("_math_answer.py"))
 
 CURRENCY = r"(?:\\?[$€£¥])?"
 
-FACTORS = r"\b(?:hundred|thousand|[mb]illion|dozen|half|percent|sqrt|sin|cos|tan|log)\b"
+FACTORS = (
+    r".*\b(?:(?:hundred|thousand|[mbt]r?illion|dozen)(?:ths?|s)?|half|percent|sqrt|sin|cos|tan|log)\b"
+    r"|\s+(?:halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten)ths?|squared|cubed|factorial)\b"
+)
+"""Matches, behind a number, words that make another number of it."""
 
-UNIT = rf"(?i:\s*[€£¥°]|(?!.*{FACTORS})\s+[a-z]{{3,}}(?:\s+[a-z]+)*)?"
+UNIT = rf"(?i:\s*[€£¥°]|(?!{FACTORS})\s+[a-z]{{3,}}(?:\s+[a-z]+)*)?"
 """Matches the words or the sign that may follow a number, none of them a factor."""
 
 TAIL = 2000
