@@ -76,6 +76,7 @@ def test_a_response_that_repeats_an_open_box_is_read_once() -> None:
         ("<think>Perhaps the answer is A.</think> <answer>C</answer>", "C"),
         ("<think>Perhaps the answer is A.</think> C", "C"),
         ("I choose 3", 3),
+        ("The answer is A because iron rusts.", "A"),
     ],
 )
 def test_multiple_choice_finds_the_option(response: str, answer: str | int) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 from tlt_lightning.rewards.answers import expected_answer, final_part, last_boxed
 
-# "A" before a lower-case word is taken for the article, which reasoning is full of.
+# "A" before a lower-case word is taken for the article, which reasoning is full of, but not where an answer is stated.
 LETTER = r"(?:[B-E]|A(?!\s+[a-z]))"
 NUMBER = r"(?:(?<!\.)[1-5](?!\.\d))"
-STATED = re.compile(rf"(?i:answer)(?:\s+(?i:is))?[\s:=*$]*(?:\(([a-eA-E1-5])\)|({LETTER}|{NUMBER})(?!\w))")
+STATED = re.compile(rf"(?i:answer)(?:\s+(?i:is))?[\s:=*$]*(?:\(([a-eA-E1-5])\)|([A-E]|{NUMBER})(?!\w))")
 STANDALONE_LETTER = re.compile(rf"(?<!\w){LETTER}(?!\w)")
 STANDALONE_LABEL = re.compile(rf"(?<!\w)(?:{LETTER}|{NUMBER})(?!\w)")
 
