@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tlt_lightning.rewards import children, math_equivalence
+from tlt_lightning.rewards import RewardPool, RewardTerm, children, math_equivalence
 from tlt_lightning.rewards import math as math_reward
 
 
@@ -208,3 +208,10 @@ def test_huge_arithmetic_times_out_without_stopping_this_process(monkeypatch) ->
 def test_an_answer_without_an_expression_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="no expression in the expected answer"):
         math_equivalence("", "7", {"answer": r"\text{}"})
+
+
+def test_a_pool_begins_to_load_math_verify_before_the_first_response(monkeypatch) -> None:
+    loads: list[int] = []
+    monkeypatch.setattr(math_equivalence, "load", lambda: loads.append(1))
+    RewardPool([RewardTerm(function=math_equivalence)]).close()
+    assert loads == [1]

@@ -61,6 +61,9 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(is_equal or (answer is None and CHILDREN.ask(gold, tail, prompt)))  # perhaps within a sentence
 
 
+math_equivalence.load = CHILDREN.load  # type: ignore[attr-defined]
+
+
 def after_hashes(text: str) -> str | None:
     """Return the line after the last `####` that is no heading: ends `text` or starts a number."""
     for match in reversed(list(re.finditer(r"(?<!#)####(?!#)\s*(\S.*)", text))):
