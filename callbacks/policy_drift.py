@@ -30,6 +30,11 @@ class PolicyDrift(RolloutCallback):
         self._answers: dict[str, Tensor] = {}
         self._first: Tensor | None = None  # log-probs of the answers' tokens in the first iteration
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the run before; a checkpoint's state comes later."""
+        if stage == "fit" and not trainer.global_step:
+            self._first = None
+
     @torch.no_grad()
     def on_rollout_scored(self, trainer: L.Trainer, pl_module: Any, batch: RolloutBatch) -> None:
         """Score the answers by the policy of now."""

@@ -44,12 +44,15 @@ def test_the_drift_is_the_kl_from_the_first_policy_on_its_shortest_answers(
     policy_path: str, prompts_path: str, tmp_path: Path
 ) -> None:
     drift, reference = MaskedDrift(), Reference()
-    trainer = make_trainer(tmp_path, reference, drift, max_epochs=3)
-    trainer.fit(make_module(policy_path), make_data(prompts_path))
+    module = make_module(policy_path)
+    make_trainer(tmp_path, reference, drift, max_epochs=3).fit(module, make_data(prompts_path))
     first = reference.logps[0]
     expected = [float(((now - first).exp() - 1 - (now - first)).mean()) for now in reference.logps]
     assert reference.found == pytest.approx(expected, rel=1e-3, abs=1e-7)
     assert reference.found[0] == 0 < min(reference.found[1:])
+    trainer = make_trainer(tmp_path / "another", drift, max_epochs=1)
+    trainer.fit(module, make_data(prompts_path))
+    assert trainer.callback_metrics["rollout/policy_drift"] == 0  # from what the policy is by now
     resumed = PolicyDrift()
     resumed.load_state_dict(drift.state_dict())
     assert resumed.state_dict() is not None
