@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,5 +24,5 @@ class AnswerVariety(RolloutCallback):
     def on_rollout_end(self, trainer: L.Trainer, pl_module: Any, rollouts: Sequence[Rollout]) -> None:
         """Count in training; the log averages over ranks and hands the metric to the loggers."""
         if trainer.training:
-            answers = [(rollout.group, rollout.text) for rollout in rollouts]
-            pl_module.iteration_log.mean("rollout/variety", sum(answers.count(a) == 1 for a in answers) / len(answers))
+            times = Counter((rollout.group, rollout.text) for rollout in rollouts)
+            pl_module.iteration_log.mean("rollout/variety", [*times.values()].count(1) / len(rollouts))
