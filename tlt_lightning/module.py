@@ -27,7 +27,7 @@ from typing_extensions import override
 from tlt_lightning.adapters import LoRA
 from tlt_lightning.arguments import checked, text_of
 from tlt_lightning.callbacks.usual import usual_callbacks
-from tlt_lightning.checks import check_has_data, check_needs, check_numbers
+from tlt_lightning.checks import check_has_data, check_models, check_needs, check_numbers
 from tlt_lightning.engine.base import NamedTensors
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.shards import check_together
@@ -40,7 +40,7 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import PolicyWeights
-from tlt_lightning.ranks.reduce import sum_over_ranks
+from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
@@ -253,9 +253,10 @@ class RLModule(L.LightningModule):
         )
 
     def check_networks(self) -> None:
-        """Raise ValueError if another fit asks for other networks than those that are loaded."""
+        """Raise ValueError if the networks cannot be loaded, or others than those that another fit has loaded."""
         if self._loaded_with is not None:
             self.network_settings.check_loaded(self._loaded_with, self.networks, self.objective)
+        check_models(self.network_settings)
 
     def policy_weights(self) -> NamedTensors:
         """Stream the policy's weights under Hugging Face names, adapters merged, for an engine."""
@@ -356,7 +357,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        metrics = self.held_out.read("val")
+        metrics = self.held_out.read("val", partial(gather_over_ranks, self.trainer))
         if self._is_fitting:
             self.validated = metrics
             log_of_iteration(self, metrics)
@@ -365,7 +366,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_test_epoch_end(self) -> None:
-        self.log_dict(self.held_out.read("test"))
+        self.log_dict(self.held_out.read("test", partial(gather_over_ranks, self.trainer)))
 
     @override
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from tlt_lightning.arguments import Count, checked_attributes
-from tlt_lightning.checks import check_models, check_trainer, context_of
+from tlt_lightning.checks import check_trainer, context_of
 from tlt_lightning.data.base import PolicyDataModule, cut_steps
 from tlt_lightning.data.formats import Text
 from tlt_lightning.data.loader import RolloutLoader, check_held_out, ignore_needless_warnings
@@ -87,7 +87,6 @@ class SupervisedDataModule(PolicyDataModule):
         trainer, module, is_fit = self._trainer, self._module, stage == "fit"
         check_trainer(trainer)
         module.check_networks()
-        check_models(module.network_settings)
         if not module.objective.learns_from_rows:
             raise MisconfigurationException(
                 f"`model.objective` {type(module.objective).__name__} learns from rewards, and the texts of a "
