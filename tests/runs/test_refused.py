@@ -23,6 +23,7 @@ from tlt_lightning.rewards import exact_match
     ("arguments", "message"),
     [
         ({"group_size": 1}, "group_size"),
+        ({"sampling": Sampling(temperature=0)}, "temperature"),
         ({"train": None}, r"data\.train"),
         (
             {"rewards": [exact_match], "val": [{"prompt": "0 1 =", "answer": "1"}, {"prompt": "2 ="}]},
@@ -48,17 +49,6 @@ def test_prompts_that_ranks_cannot_share_are_refused_with_the_nearest_number(num
     settings: Any = SimpleNamespace(prompts_per_iteration=num_prompts, group_size=2, num_minibatches=1)
     with pytest.raises(MisconfigurationException, match=rf" {num_prompts} is not divisible by 3 .*; give {nearest},"):
         IterationSettings.check(settings, GRPO(), Mock(world_size=3))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sampling": Sampling(temperature=0)}, "temperature"),
-    ],
-)
-def test_bad_arguments_are_refused_at_once(arguments: dict, message: str, prompts_path: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_data(prompts_path, **arguments)
 
 
 def test_an_objective_that_assumes_another_length_limit_is_refused(

@@ -24,7 +24,6 @@ class DynamicSampling:
     max_rounds: Annotated[int, Bound(2), "Drop `dynamic_sampling` to roll out once."] = 4
 
 
-@checked()
 @dataclass(frozen=True, kw_only=True)
 class IterationSettings:
     """Holds the settings of all iterations of a run; see `RolloutDataModule`."""
@@ -38,12 +37,8 @@ class IterationSettings:
     dynamic_sampling: DynamicSampling | None
     sampling: Sampling
 
-    def __post_init__(self) -> None:
-        if self.sampling.temperature == 0:
-            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
-
     def of_dev_run(self, trainer: L.Trainer) -> "IterationSettings":
-        """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step."""
+        """Return the settings of `fast_dev_run`: its number of prompts a rank, and one optimizer step a pass."""
         num_prompts = int(trainer.fast_dev_run) * trainer.world_size  # type: ignore[attr-defined]
         return replace(self, prompts_per_iteration=num_prompts, num_minibatches=1)
 
@@ -53,7 +48,10 @@ class IterationSettings:
         return self.num_minibatches * self.inner_epochs
 
     def check(self, objective: PolicyObjective, trainer: L.Trainer) -> None:
-        """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence."""
+        """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
+
+        Responses to a prompt have to differ, too, and be as many and as long as the objective needs.
+        """
         num_ranks = trainer.world_size
         num_prompts, group_size, num_steps = self.prompts_per_iteration, self.group_size, self.num_minibatches
         if num_prompts % num_ranks:
@@ -68,6 +66,10 @@ class IterationSettings:
                 f"{num_sequences} responses per rank and iteration (`data.prompts_per_iteration` {num_prompts} / "
                 f"{num_ranks} ranks * `data.group_size` {group_size}) are not divisible by `data.num_minibatches` "
                 f"{num_steps}, the optimizer steps that share them; choose one that divides them."
+            )
+        if self.sampling.temperature == 0:
+            raise MisconfigurationException(
+                "`data.sampling.temperature` 0 writes the same response to a prompt every time; use 1.0."
             )
         max_tokens = self.sampling.max_tokens
         if (longest := self.max_prompt_tokens + max_tokens) > self.micro_batch_tokens:

@@ -15,7 +15,6 @@ from tlt_lightning.arguments import Count, checked_attributes
 from tlt_lightning.checks import (
     check_engine_ranks,
     check_lengths,
-    check_models,
     check_rewards,
     check_trainer,
     context_of,
@@ -37,6 +36,7 @@ from tlt_lightning.engine.usual import usual_engine
 from tlt_lightning.environments.environments import Environments
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.environments.turns import Turns
+from tlt_lightning.guard.callback import protect
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.policy import end_token_ids, load_tokenizer
@@ -52,7 +52,7 @@ from tlt_lightning.schedules.backlog import Backlog
 from tlt_lightning.schedules.base import RolloutSchedule
 from tlt_lightning.seeds import run_seed, seed_of
 from tlt_lightning.training.described import keep_arguments
-from tlt_lightning.training.memory.pass_size import CPU_SIZE, choose_on_device, pass_sizes
+from tlt_lightning.training.memory.pass_size import choose_on_device, pass_sizes
 from tlt_lightning.training.resume import PROMPTS, begins_run, warn_of_changes
 
 if TYPE_CHECKING:
@@ -141,20 +141,15 @@ class RolloutDataModule(PolicyDataModule):
         self.cursor: PromptCursor | None = None
         self._iteration: PolicyIteration | None = None
 
-    def _read_arguments(self) -> None:
-        """Check and describe the arguments as they are now; raise ValueError or TypeError for one that cannot be."""
+    def _read_arguments(self) -> dict[str, Any]:
+        """Return the arguments as they are now, checked by their annotations; describe them as hyper-parameters."""
         self.rewards = as_terms(self.rewards)
         self.train, self.val = (None if each is None else PromptSource.of(each) for each in (self.train, self.val))
-        self._describe_arguments()
+        arguments = checked_attributes(self, RolloutDataModule)
+        keep_arguments(self, arguments)
         self._environments = None if self.environment is None else Environments(self.environment)
         self.has_rewards = bool(self.rewards or (self._environments and self._environments.has_reward))
         self._room = 1 if self.max_prompt_tokens is None else self.max_prompt_tokens  # for prompts, until they are read
-        self._settings = self._settings_with(CPU_SIZE if self.micro_batch_tokens is None else self.micro_batch_tokens)
-
-    def _describe_arguments(self) -> dict[str, Any]:
-        """Return the arguments as they are now, checked by their annotations; describe them as hyper-parameters."""
-        arguments = checked_attributes(self, RolloutDataModule)
-        keep_arguments(self, arguments)
         return arguments
 
     # Set-up and tear-down
@@ -163,15 +158,14 @@ class RolloutDataModule(PolicyDataModule):
     def setup(self, stage: str) -> None:
         """Read the prompts, then load the engine: after all checks, while the device is empty."""
         is_fit = stage == "fit"
-        self._read_arguments()
         goes_on = is_fit and self.cursor is not None and not begins_run(self._trainer)
         kept = self.state_dict() if goes_on else None  # of the Trainer's last fit
         if is_fit:  # else a run that is validated is saved with what it has deferred
             self.backlog, self.answer_lengths = Backlog(self.schedule), AnswerLengths()
         self._check(is_fit=is_fit)
-        self._run_with = RunArguments(self._describe_arguments())
         self._read_data(is_fit=is_fit)
         self._make_parts()
+        protect(self._trainer)
         call_rollout_hook(self._trainer, "on_engine_setup", self.engine)
         if is_fit:
             self._plan_memory()
@@ -237,8 +231,8 @@ class RolloutDataModule(PolicyDataModule):
         module = self._module
         check_trainer(self._trainer)
         module.check_networks()
-        check_models(module.network_settings)
         self._fit_sampling()
+        self._run_with = RunArguments(self._read_arguments())
         self._settings = self._settings_with(self._pass_sizes()[-1])
         if self._trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._settings = self._settings.of_dev_run(self._trainer)
