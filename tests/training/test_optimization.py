@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.rl_runs import NeverLoaded, make_data, make_module, make_trainer
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training.lr_schedule import WarmupCosine, with_schedule
-from tlt_lightning.training.optimization import clip_networks, fuse_adam, fuse_on_gpu, settings_of
+from tlt_lightning.training.optimization import ResumedOptimizer, clip_networks, fuse_adam, fuse_on_gpu, settings_of
 
 
 def adamw(parameter: nn.Parameter, **options: Any) -> torch.optim.AdamW:
@@ -183,6 +183,28 @@ def test_a_learning_rate_may_be_a_tensor(policy_path: str, prompts_path: str, tm
     module = make_module(policy_path, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(0.5)))
     make_trainer(tmp_path, max_epochs=1).fit(module, make_data(prompts_path))
     assert module.hparams["optimizer"]["init_args"]["lr"] == 0.5
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name() -> None:
+    resumed, parameter = ResumedOptimizer(), nn.Parameter(torch.zeros(2))
+    saved = {"optimizer_settings": settings_of(torch.optim.SGD([parameter], lr=0.1))}
+    resumed.load(saved, None, is_another=False)
+    refused = pytest.raises(ValueError, match=r"`optimizer` is no AdamW: it has .*momentum.* and no .*betas")
+    for note in (resumed.note, resumed.note_built):  # the latter alone of a module with its own `configure_optimizers`
+        with refused:
+            note(adamw(parameter))
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_setting_that_another_torch_has_added_or_dropped_ends_no_run(is_added: bool) -> None:
+    resumed, optimizer = ResumedOptimizer(), adamw(nn.Parameter(torch.zeros(2)))
+    (group,) = saved = settings_of(optimizer)
+    if is_added:
+        group["of_a_later_torch"] = False
+    else:
+        del group["maximize"]
+    resumed.load({"optimizer_settings": saved}, None, is_another=False)
+    resumed.note(optimizer)
 
 
 def test_a_policy_in_two_groups_is_clipped_by_one_norm_and_its_critic_by_another() -> None:

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from tlt_lightning.engine.base import RolloutEngine, RolloutProgress
 from tlt_lightning.guard.checkpoint_io import WholeCheckpointIO, remove_leftovers
 from tlt_lightning.guard.folder_lock import FolderLock
 from tlt_lightning.guard.interruption import Interruption
@@ -67,13 +66,8 @@ class RunGuard(RolloutCallback):
         self._patches, self._after_error = ExitStack(), ExitStack()
         self._liveness: Liveness | None = None
         self._interruption: Interruption | None = None
-        self._saved_optimizer: dict[str, Any] | None = None
 
     # Before anything is loaded, and once more for folders that are known later
-
-    @override
-    def on_engine_setup(self, trainer: L.Trainer, pl_module: L.LightningModule, engine: RolloutEngine) -> None:
-        self.protect(trainer)
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -84,7 +78,6 @@ class RunGuard(RolloutCallback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._lock_folders(trainer)
-        self._check_optimizer(trainer)
 
     def protect(self, trainer: L.Trainer) -> None:
         """Lock the Trainer's checkpoint folders, write its checkpoints, handle its SIGTERM; may be called again."""
@@ -124,27 +117,17 @@ class RunGuard(RolloutCallback):
             self._interruption.listen()
 
     @override
-    def on_rollout_progress(self, trainer: L.Trainer, pl_module: L.LightningModule, progress: RolloutProgress) -> None:
-        self._check(trainer)
-
-    @override
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._check(trainer)
-
-    @override
-    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._check(trainer)
-
-    @override
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._liveness is not None:
             self._liveness.check()
 
-    def _check(self, trainer: L.Trainer) -> None:
+    def _check(self, trainer: L.Trainer, *_: Any) -> None:
         if self._liveness is not None:
             self._liveness.check(is_free=trainer.state.fn != "fit" or not has_begun_update(trainer))
         if isinstance(trainer.strategy.checkpoint_io, WholeCheckpointIO):
             trainer.strategy.checkpoint_io.check()
+
+    on_rollout_progress = on_train_batch_start = on_validation_batch_start = _check  # type: ignore[assignment]
 
     # At its end
 
@@ -204,19 +187,3 @@ class RunGuard(RolloutCallback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
                 checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience  # not the checkpoint's
-        states = checkpoint.get("optimizer_states")
-        self._saved_optimizer = states[0] if states else None
-
-    def _check_optimizer(self, trainer: L.Trainer) -> None:
-        """Raise ValueError if checkpoint and run each have optimizer settings the other has not."""
-        if self._saved_optimizer is None or not trainer.optimizers:
-            return
-        optimizer = trainer.optimizers[0]
-        saved = {name for name in self._saved_optimizer["param_groups"][0] if name not in ("params", "initial_lr")}
-        self._saved_optimizer = None
-        missing, surplus = optimizer.defaults.keys() - saved, saved - optimizer.defaults.keys()
-        if missing and surplus:  # one alone is a setting that a version of torch has added or dropped
-            raise ValueError(
-                f"The checkpoint's `optimizer` is no {type(optimizer).__name__}: it has {', '.join(sorted(surplus))} "
-                f"and no {', '.join(sorted(missing))}. Resume with the optimizer of the run that wrote the checkpoint."
-            )

@@ -60,13 +60,25 @@ class ResumedOptimizer:
 
     def note(self, optimizer: Optimizer) -> None:
         """Note the settings of this run's optimizer, before any scheduler moves them."""
+        self._check(optimizer)
         self._own = settings_of(optimizer)
 
     def note_built(self, optimizer: Optimizer) -> None:
         """Note them where a scheduler may have moved them: whoever overrides `configure_optimizers` calls no `note`."""
+        self._check(optimizer)
         self._built = [
             {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in settings_of(optimizer)
         ]
+
+    def _check(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if the optimizers of checkpoint and run each have settings that the other has not."""
+        saved, now = ({*each[0]} - {"initial_lr"} if each else set() for each in (self._saved, settings_of(optimizer)))
+        gone, new = sorted(saved - now), sorted(now - saved)
+        if gone and new:  # one alone is a setting that a version of torch has added or dropped
+            raise ValueError(
+                f"The checkpoint's `optimizer` is no {type(optimizer).__name__}: it has {', '.join(gone)} and no "
+                f"{', '.join(new)}. Resume with the optimizer of the run that wrote the checkpoint."
+            )
 
     def save(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
         """Write the settings into a checkpoint, and metrics that schedulers follow: Lightning steps them afterwards."""
