@@ -116,17 +116,11 @@ class RolloutProgressBar(RolloutCallback):
             when = "before training" if trainer.ckpt_path is None else "before going on"
             say(f"{when}  {'  '.join(values)}{f'  ({seen} of {known} held-out prompts)' * (seen < known)}")
 
-    @override
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    @override
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def _close(self, *_: Any, **__: Any) -> None:
         self._next_update = float("inf")
         self._hide()
+
+    on_exception = teardown = _close
 
     def _hide(self) -> None:
         if self._display is not None:

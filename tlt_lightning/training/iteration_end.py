@@ -27,13 +27,10 @@ class CloseIteration(L.Callback):
     is_at_sound_end = False
     """True from where an iteration's policy was found whole until the next iteration begins."""
 
-    @override
-    def setup(self, *_: Any, **__: Any) -> None:
-        self.is_at_sound_end = False  # an earlier run's was
-
-    @override
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def _begin(self, *_: Any, **__: Any) -> None:
         self.is_at_sound_end = False
+
+    setup = on_train_epoch_start = _begin  # the former after an earlier run
 
     @override
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
