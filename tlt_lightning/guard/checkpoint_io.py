@@ -201,8 +201,6 @@ def replace_link(filepath: str, linkpath: str) -> None:
         os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
     except OSError:  # a file system without links
         shutil.copy(filepath, temporary)
-    if os.path.isdir(linkpath) and not os.path.islink(linkpath):
-        shutil.rmtree(linkpath)
     os.replace(temporary, linkpath)
 
 
