@@ -140,12 +140,15 @@ class PromptSource:
             )
         if prompt[-1]["role"] == "assistant":
             raise ValueError(f"ends with what the assistant says, {prompt[-1]['content']!r:.200}; leave the answer out")
-        prompt = _without_missing(prompt)
+        return self.with_system(_without_missing(prompt))
+
+    def with_system(self, turns: list[Message]) -> list[Message]:
+        """Return a conversation behind `system_prompt`, if there is one; raise ValueError if it has one of its own."""
         if self.system_prompt is None:
-            return prompt
-        if prompt[0]["role"] == "system":
+            return turns
+        if turns[0]["role"] == "system":
             raise ValueError("has a system message of its own; leave `system_prompt` out")
-        return [{"role": "system", "content": self.system_prompt}, *prompt]
+        return [{"role": "system", "content": self.system_prompt}, *turns]
 
 
 def _no_rows(rows: Any) -> str:

@@ -62,8 +62,4 @@ class AnsweredRows(RowReader):
         turns = as_turns(self.source.asked(row), "user")
         if self._answer_column is not None and turns[-1:] and turns[-1]["role"] != "assistant":
             turns += as_turns(row[self._answer_column], "assistant")
-        if self.source.system_prompt is not None:
-            if turns[0]["role"] == "system":
-                raise ValueError("has a system message of its own; leave `system_prompt` out")
-            turns.insert(0, {"role": "system", "content": self.source.system_prompt})
-        return turns
+        return self.source.with_system(turns)
