@@ -3,7 +3,7 @@ from itertools import product
 import pytest
 import torch
 
-from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, end_step, fill
+from tlt_lightning.training.micro_batches import balance, cut_alike, cut_micro_batches, end_step, fill_padded
 
 
 def random_lengths(seed: int, num_rows: int) -> list[int]:
@@ -43,7 +43,7 @@ def test_parts_are_as_few_as_tokens_allow_where_sequences_are_short() -> None:
 @pytest.mark.parametrize("max_tokens", [100, 150, 1000])
 def test_padding_counts_where_a_pass_has_it(max_tokens: int) -> None:
     lengths = [min(length, 100) for length in random_lengths(3, 64)]
-    parts = fill(lengths, max_tokens)
+    parts = fill_padded(lengths, max_tokens)
     padded = [len(part) * max(lengths[place] for place in part) for part in parts]
     assert max(padded) <= max_tokens
     assert padded == sorted(padded, reverse=True)

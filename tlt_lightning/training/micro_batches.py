@@ -34,7 +34,7 @@ def cut_micro_batches(
     in_order = lengths[rows].tolist()
     if in_order[0] > max_tokens:
         raise ValueError(f"A sequence has {in_order[0]} tokens, more than `micro_batch_tokens` {max_tokens}; raise it.")
-    parts = (fill if is_padded else balance)(in_order, max_tokens, num_parts)
+    parts = (fill_padded if is_padded else balance)(in_order, max_tokens, num_parts)
     return [rows[part].tolist() for part in parts]
 
 
@@ -63,7 +63,7 @@ def balance(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list
     return [places for _, _, places in sorted(parts, reverse=True)]
 
 
-def fill(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[list[int]]:
+def fill_padded(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[list[int]]:
     """Fill one part after the other up to `max_tokens` padded tokens, then halve; otherwise as `balance`."""
     starts = [0]
     for place in range(1, len(lengths)):

@@ -12,7 +12,7 @@ from tlt_lightning.data.formats import Text
 from tlt_lightning.drafter.target import frozen_dtype
 from tlt_lightning.hidden_states import HiddenStateTap, PolicyText
 from tlt_lightning.model_files import load_whole
-from tlt_lightning.training.micro_batches import fill
+from tlt_lightning.training.micro_batches import fill_padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,4 +66,4 @@ def similar_lengths(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     if not lengths:
         return []
     rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    return [[rows[place] for place in part] for part in fill([lengths[row] for row in rows], max_tokens)]
+    return [[rows[place] for place in part] for part in fill_padded([lengths[row] for row in rows], max_tokens)]
