@@ -93,44 +93,44 @@ def write_start(folder: Path, recipe: Recipe) -> tuple[str, ...]:
     folder are as in the repository. A file `data/<task>_<split>.jsonl` that a recipe wants holds a few rows of the
     right format, to be replaced. Overlays that any run may take next lie beside the recipe.
     """
-    (folder / "recipes").mkdir(parents=True)
-    shutil.copytree(CALLBACKS, folder / "callbacks", ignore=shutil.ignore_patterns("__pycache__"))
-    texts = {name: (RECIPES / name).read_text() for name in recipe.files}
-    for name, text in texts.items():
-        (folder / "recipes" / name).write_text(text)
-    settings: Any = OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, texts.values())))
-    data, environment = settings.get("data") or {}, ""
+    texts = [(RECIPES / name).read_text() for name in recipe.files]
+    mine, text = _mine(OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.create, texts)))), "".join(texts)
+    has_rewards, assets = "my_reward" in mine, re.findall(r"recipes/(assets/[\w./-]+)", text)
+    beside = (*recipe.files, *assets, *(OVERLAYS if has_rewards else OVERLAYS_OF_TEXTS))
+    sources = {"callbacks": CALLBACKS, **{f"recipes/{name}": RECIPES / name for name in beside}}
+    wanted = re.findall(r"(data/([a-z0-9]+)_\w+\.jsonl)", text)
+    sources |= {file: RECIPES / f"assets/formats/{task}.jsonl" for file, task in wanted}
+    sources |= {"my_reward.py": REWARD} if has_rewards else {}
+    sources |= {"my_environment.py": ENVIRONMENTS} if "my_environment" in mine else {}
+    for name, source in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
+    (folder / "mine.yaml").write_text(mine)
+    takes = re.compile("python -m tlt_lightning (?:fit|validate|predict)")  # others take no prompts and rewards
+    return tuple(f"{command} -c mine.yaml" if takes.match(command) else command for command in recipe.commands)
+
+
+def _mine(settings: Any) -> str:
+    """Return `mine.yaml` for a recipe of these settings."""
+    data = settings.get("data") or {}
     has_rewards = "class_path" not in data  # of texts that are imitated
     sources = {part: data.get("init_args", data).get(part) or {} for part in ("train", "val")}
-    given = data.get("environment") or {"class_path": ""}
-    module, _, name = given["class_path"].rpartition(".")
-    if module == "tlt_lightning.recipes.environments":
-        environment = ENVIRONMENT.format(name=name, arguments=json.dumps(given.get("init_args", {})))
-        shutil.copyfile(ENVIRONMENTS, folder / "my_environment.py")
-    for asset in set(re.findall(r"recipes/(assets/[\w./-]+)", "".join(texts.values()))):
-        copy = shutil.copytree if (RECIPES / asset).is_dir() else shutil.copy
-        (folder / "recipes" / asset).parent.mkdir(parents=True, exist_ok=True)
-        copy(RECIPES / asset, folder / "recipes" / asset)
-    for file, task in re.findall(r"(data/([a-z0-9]+)_\w+\.jsonl)", "".join(texts.values())):
-        (folder / "data").mkdir(exist_ok=True)
-        shutil.copyfile(RECIPES / "assets/formats" / f"{task}.jsonl", folder / file)
     lines = ["# train: {rows: null, path: my_prompts.jsonl, split: train}   # in the place of the recipe's"]
     if "path" in sources["train"]:
-        keys = ["path", "split"]
-        shown = {part: {key: of[key] for key in keys if key in of} for part, of in sources.items()}
+        shown = {part: {key: of[key] for key in ("path", "split") if key in of} for part, of in sources.items()}
         lines = [
             f"{part}: {_in_a_line(of)}   # a file like it, or a name on the hub" for part, of in shown.items() if of
         ]
-    prompts = "".join(f"{' ' * (2 if has_rewards else 4)}{line}\n" for line in lines)
-    for name in OVERLAYS if has_rewards else OVERLAYS_OF_TEXTS:
-        shutil.copyfile(RECIPES / name, folder / "recipes" / name)
+    own = "".join(f"{' ' * (2 if has_rewards else 4)}{line}\n" for line in lines)
+    given = data.get("environment") or {"class_path": ""}
+    module, _, name = given["class_path"].rpartition(".")
+    if module == "tlt_lightning.recipes.environments":
+        own += ENVIRONMENT.format(name=name, arguments=json.dumps(given.get("init_args", {})))
     model = f"model: {{policy: {settings['model'].get('policy', '')}}}   # a folder, or a name on the hub\n"
-    own = prompts + environment + REWARDS if has_rewards else TEXTS.format(**data["init_args"]) + prompts
-    (folder / "mine.yaml").write_text(MINE.format(policy=model, train=own))
-    if has_rewards:
-        shutil.copyfile(REWARD, folder / "my_reward.py")
-    mine = re.compile("python -m tlt_lightning (?:fit|validate|predict)")  # others take no prompts and rewards
-    return tuple(f"{command} -c mine.yaml" if mine.match(command) else command for command in recipe.commands)
+    return MINE.format(policy=model, train=own + REWARDS if has_rewards else TEXTS.format(**data["init_args"]) + own)
 
 
 def _in_a_line(settings: dict[str, object]) -> str:
