@@ -103,7 +103,7 @@ def check_has_data(trainer: L.Trainer) -> None:
     """Raise MisconfigurationException if this run, whatever an earlier one had, has no data module of a policy."""
     selector = trainer._data_connector._datahook_selector  # `trainer.datamodule` may be an earlier run's
     data = getattr(selector, "datamodule", None)
-    if not hasattr(data, "num_steps"):
+    if not hasattr(type(data), "num_steps"):  # whose value is known after `setup`
         given, function = "none" if data is None else f"a {type(data).__name__}", trainer.state.fn.value  # type: ignore[union-attr]
         raise MisconfigurationException(
             f"`RLModule` reads what a `RolloutDataModule` rolls out or a `SupervisedDataModule` reads, and was given "
