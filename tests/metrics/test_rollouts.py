@@ -89,6 +89,7 @@ def test_drafts_are_counted_by_drafter_as_proposed_and_as_kept() -> None:
     metrics = combine([log.read()])
     assert {name: metrics[name] for name in metrics if name.startswith("speculation/")} == {
         "speculation/kept_ngram": 6.0,
+        "speculation/kept_sibling": 0.0,
         "speculation/proposed_ngram": 8.0,
         "speculation/proposed_sibling": 4.0,
     }

@@ -37,7 +37,7 @@ def log_rollouts(
     log.sum("rollout/tokens", sum(rollout.response.num_written for rollout in rollouts))
     kept, proposed = Counter[str](), Counter[str]()
     for rollout in rollouts:
-        kept += Counter(rollout.response.num_kept)
+        kept.update(rollout.response.num_kept)  # `+=` would drop a drafter of which nothing was kept
         for _, drafter, num_drafted, _ in rollout.response.drafts:
             proposed[drafter] += num_drafted
     for name, counts in (("kept", kept), ("proposed", proposed)):
