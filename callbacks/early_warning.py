@@ -64,7 +64,7 @@ class RewardLengthWarning(RolloutCallback):
         if not trainer.training:
             return
         reward = fmean(rollout.reward for rollout in rollouts)
-        length = fmean(len(rollout.response.token_ids) for rollout in rollouts)
+        length = fmean(rollout.response.num_written for rollout in rollouts)
         causes = self._share_causes(rollouts)
         if len(self.rewards) >= MIN_EARLIER_ITERATIONS:
             usual_reward, usual_length = fmean(self.rewards), fmean(self.lengths)

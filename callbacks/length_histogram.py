@@ -47,7 +47,7 @@ def draw(rollouts: Sequence[Rollout], path: Path, title: str) -> None:
     from matplotlib.figure import Figure  # without pyplot: no display, no state, and imported only when drawing
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    lengths = np.array([len(rollout.response.token_ids) for rollout in rollouts])
+    lengths = np.array([rollout.response.num_written for rollout in rollouts])
     is_truncated = np.array([rollout.is_truncated for rollout in rollouts])
     figure = Figure(figsize=(7.5, 4), layout="constrained")
     panel = figure.subplots()

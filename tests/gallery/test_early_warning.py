@@ -1,5 +1,6 @@
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.support.rollout_loop import LoggingModule, RolloutLoop, make_rollout, make_trainer
 from tlt_lightning.gallery.early_warning import RewardLengthWarning
 
-HEALTHY = {"rewards": (0.0, 1.0), "length": 100, "cut": False}
+HEALTHY = {"rewards": (0.0, 1.0), "length": 100, "cut": False, "observed": 0}
 
 
 def given_warnings(path: Path, override: Callable[[int], dict[str, Any]], **settings: Any) -> list[str]:
@@ -19,7 +20,10 @@ def given_warnings(path: Path, override: Callable[[int], dict[str, Any]], **sett
     def make_rollouts(iteration: int) -> list[Any]:
         state = {**HEALTHY, **override(iteration)}
         pairs = [(group, reward) for group in range(4) for reward in state["rewards"]]
-        return [make_rollout(reward, state["length"], group, cut=state["cut"]) for group, reward in pairs]
+        rollouts = [make_rollout(reward, state["length"], group, cut=state["cut"]) for group, reward in pairs]
+        for each in rollouts:
+            each.response = replace(each.response, observed=((1, state["observed"]),))  # by an environment
+        return rollouts
 
     trainer = make_trainer(path, [RewardLengthWarning(**settings)], max_epochs=8)
     with warnings.catch_warnings(record=True) as caught:
@@ -38,6 +42,7 @@ def test_healthy_run_is_left_in_peace_whatever_its_validation(tmp_path: Path) ->
     [
         ({"rewards": (0.0, 0.2)}, "reward collapsed: 0.100 against 0.500"),
         ({"length": 300}, "lengths exploded: 300 tokens on average against 100"),
+        ({"observed": 75}, "lengths collapsed: 25 tokens on average against 100"),
         ({"length": 30}, "lengths collapsed: 30 tokens on average against 100"),
         ({"cut": True}, "many responses truncated: 100%"),
         ({"rewards": (0.5, 0.5)}, "little to learn from: 100%"),
