@@ -104,6 +104,7 @@ class RolloutDataModule(PolicyDataModule):
     rewards: list[RewardTerm]
     train: PromptSource | None
     val: PromptSource | None
+    _settings: IterationSettings  # known after `setup`
 
     def __init__(
         self,
