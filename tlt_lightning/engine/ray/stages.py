@@ -30,13 +30,17 @@ class StageClock:
 
     def take(self) -> list[tuple[str, float]]:
         """Return stages and seconds since the last call, up to now."""
-        self._enter(self._stage)
         with self._lock:
+            self._book()
             laps, self._laps = self._laps, []
         return laps
 
     def _enter(self, stage: str) -> None:
         with self._lock:
-            now = time.perf_counter()
-            self._laps.append((self._stage, now - self._since))
-            self._stage, self._since = stage, now
+            self._book()
+            self._stage = stage
+
+    def _book(self) -> None:
+        now = time.perf_counter()
+        self._laps.append((self._stage, now - self._since))
+        self._since = now
