@@ -1,3 +1,4 @@
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,15 @@ def test_heads_that_are_more_than_linear_are_refused(
     path = save_architecture(model_type, tmp_path, **overrides)
     with pytest.raises(ValueError, match=r"differ from its head's output by \d.*ForCausalLM is supported only without"):
         load_policy(path)
+
+
+def test_a_head_of_zeros_draws_all_tokens_alike(llama_path: str, tmp_path: Path) -> None:
+    shutil.copytree(llama_path, tmp_path / "policy")
+    tensors = load_file(tmp_path / "policy" / "model.safetensors")
+    tensors["lm_head.weight"].zero_()
+    save_file(tensors, tmp_path / "policy" / "model.safetensors", metadata={"format": "pt"})
+    logps = response_logps(load_policy(str(tmp_path / "policy")), make_batch([3], [2])).logps
+    torch.testing.assert_close(logps.detach(), torch.full((1, 2), -math.log(len(tensors["lm_head.weight"]))))
 
 
 def save_tensors(path: str, tensors: dict[str, torch.Tensor]) -> None:

@@ -138,7 +138,8 @@ def _check_head(model: "PreTrainedModel", path: str, argument: str) -> None:
         raise ValueError(
             f"`{argument}` {path!r} computes logits that are no numbers: its files hold NaN or infinite weights."
         )
-    factor = 100 / float(logits.abs().max())  # a cap is not felt by logits as small as those of a new model
+    # A cap is not felt by logits as small as those of a new model, or of a head of zeros.
+    factor = 100 / float(logits.abs().max().clamp(min=1e-30))
     with head.register_forward_hook(lambda *call: call[-1] * factor):
         error = (model(input_ids=ids, use_cache=False).logits.float() - factor * logits).abs().max() / 100
     if error > 0.02:
