@@ -81,7 +81,7 @@ class _Text:
 
 
 class LookupDrafter:
-    """Looks up drafts in other responses to the same prompt, and in the response itself.
+    """Looks up drafts in all responses to the same prompt (`siblings`), or in prompt and response alone (`ngram`).
 
     Text is read only for a look-up, so responses cost nothing while speculation is off. What was written meanwhile is
     read over the steps after speculation is switched on. `siblings` switches look-ups in other responses on, `ngram`

@@ -13,7 +13,7 @@ Drafter = Literal["learned", "mixed", "ngram", "sibling"]
 ========= ==========================================================================================================
 learned   the head
 ngram     look-ups in the prompt and the response itself
-sibling   look-ups in other responses to the same prompt, and in the response itself where `ngram` is there too
+sibling   look-ups in all responses to the same prompt, the response itself among them
 mixed     the head, and in its place look-ups wherever they are expected to be accepted more often
 ========= ==========================================================================================================
 """

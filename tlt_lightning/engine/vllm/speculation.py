@@ -49,7 +49,7 @@ class Speculation:
             head, on a GPU. It drafts blocks as long as those that it was trained on, of which arms take a part.
         cold_head: The head drafts nothing until training brings it weights (`update_drafter`). `LongTailIdleCallback`
             sets this and `head` where it starts from nothing.
-        siblings: Draft what other responses to the same prompt said after the same words, in steps for the drafter
+        siblings: Draft what any response to the same prompt has said after the same words, in steps for the drafter
             `sibling`, or for `mixed`, where the head drafts for requests without a good match. Needs no training.
         ngram: Draft from the request's own text: what followed the same words before. Steps for `sibling` and `mixed`
             do so, too, where such drafts are expected to be accepted more often. Needs no training.
