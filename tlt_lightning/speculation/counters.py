@@ -1,6 +1,6 @@
 """Count the drafts, tokens and seconds of speculation in one rollout."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,9 +26,9 @@ class SpeculationCounters:
     verifications: int = 0
     verified_emitted: int = 0
     switches: int = 0
-    drafted_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    accepted_at: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    arm_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    arm_tokens: Counter[str] = field(default_factory=Counter)
     arm_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     learned_seconds: float = 0.0
 
@@ -37,16 +37,13 @@ class SpeculationCounters:
         self.decode_steps += 1
         self.off_steps += strategy.is_off
         self.sum_k += strategy.num_draft_tokens
-        if not any(num_drafted):
-            return
-        for drafted, emitted in zip(num_drafted, num_emitted, strict=True):
-            if drafted == 0:
-                continue
-            self.verifications += 1
-            self.verified_emitted += emitted
+        for (drafted, emitted), number in Counter(zip(num_drafted, num_emitted, strict=True)).items():
+            if drafted:
+                self.verifications += number
+                self.verified_emitted += number * emitted
             for position in range(drafted):
-                self.drafted_at[position] += 1
-                self.accepted_at[position] += position < emitted - 1
+                self.drafted_at[position] += number
+                self.accepted_at[position] += number * (position < emitted - 1)
 
     def count_time(self, strategy: Strategy, tokens: int, seconds: float) -> None:
         """Count tokens and seconds of a settled step."""
