@@ -33,7 +33,7 @@ def test_a_step_verifies_what_the_step_before_drafted() -> None:
     plans = [control.plan(4, 100.0, 0) for _ in range(4)]
     assert [plan.drafts for plan in plans] == [Strategy(3), OFF, Strategy(2), Strategy(2)]
     assert [plan.verifies for plan in plans] == [OFF, Strategy(3), OFF, Strategy(2)]
-    assert [plan.learns_for for plan in plans] == [None, None, None, Strategy(2)]
+    assert [plan.verifies == plan.drafts for plan in plans] == [False, False, False, True]
     assert control.counters.switches == 3
     assert plans[0].state == SelectorState(batch_size=4, mean_context=100.0, drafter_version=-1, waiting=0)
 
@@ -162,7 +162,7 @@ def test_a_plan_is_of_the_requests_that_really_run() -> None:
     assert plan.with_batch(4) == plan
     fewer = plan.with_batch(3)
     assert fewer.state == SelectorState(batch_size=3, mean_context=100.0, drafter_version=-1, waiting=1, num_steps=2)
-    assert (fewer.verifies, fewer.drafts, fewer.learns_for) == (plan.verifies, plan.drafts, plan.learns_for)
+    assert (fewer.verifies, fewer.drafts) == (plan.verifies, plan.drafts)
 
 
 def test_pauses_are_the_steps_own_unless_they_may_have_outlasted_it() -> None:
@@ -317,7 +317,7 @@ def test_a_silenced_choice_is_off_and_credited_with_what_off_achieves() -> None:
     control.account(1.0)
     plans = [control.plan(2, 0.0, 0) for _ in range(2)]
     assert [plan.drafts for plan in plans] == [OFF, OFF]
-    assert plans[1].learns_for == OFF
+    assert plans[1].verifies == OFF
     selector.script = lambda state: Strategy(2, "sibling")
     assert control.plan(2, 0.0, 0).drafts == Strategy(2, "sibling")
     selector.script = lambda state: Strategy(2)

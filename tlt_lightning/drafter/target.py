@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_lightning.adapters import computed_weight
+from tlt_lightning.engine.architectures import ARCHITECTURES
 from tlt_lightning.model_files import read_config
 from tlt_lightning.policy import causal_lm
 from tlt_lightning.sharding.units import gathered, is_sharded
@@ -18,7 +19,7 @@ from tlt_lightning.speculation.head_files import default_layer_ids
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_FAMILIES = ("llama", "qwen2", "qwen3")
+_FAMILIES = [each.model_type for each in ARCHITECTURES if each.has_drafter]
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 

@@ -29,13 +29,13 @@ class StepPlan:
 
     Args:
         state: What the selector saw; once the step is scheduled, with the requests that really run in it.
-        learns_for: Arm that the step's outcome teaches about; None if two choices share the step.
+        verifies: The strategy of the step before, whose drafts it verifies.
+        drafts: Its own. Where both are the same, its time tells what that strategy costs.
     """
 
     state: SelectorState
     verifies: Strategy
     drafts: Strategy
-    learns_for: Strategy | None
 
     def with_batch(self, batch_size: int) -> StepPlan:
         """Return the plan with the number of requests that really run in its step."""
@@ -131,7 +131,7 @@ class StrategyController:
         self.counters.switches += self.strategy.is_off != verifies.is_off
         if self.lookups is not None:
             self.lookups.next_step()
-        return StepPlan(state, verifies, self.strategy, self.strategy if self.strategy == verifies else None)
+        return StepPlan(state, verifies, self.strategy)
 
     def look_up(self, request_ids: Sequence[str], num_tokens: int) -> dict[str, LookupDraft]:
         """Look up drafts of at most `num_tokens` tokens, if the strategy in force looks up.
@@ -174,9 +174,9 @@ class StrategyController:
         kept = [n > 1 for source, n in zip(result.sources, result.num_emitted, strict=False) if source == LEARNED]
         if kept:
             self.alarm.observe(len(kept), sum(kept))
-        if result.is_decode and result.num_emitted and plan.learns_for is not None and seconds is not None:
+        if result.is_decode and result.num_emitted and plan.verifies == plan.drafts and seconds is not None:
             self.counters.count_time(plan.verifies, sum(result.num_emitted), seconds)
-            self.selector.record(plan.state, plan.learns_for, tuple(result.num_emitted), seconds)
+            self.selector.record(plan.state, plan.verifies, tuple(result.num_emitted), seconds)
 
     def weights_changed(self, drafter_version: int | None = None, accepted: Sequence[float] | None = None) -> None:
         """Reset the alarm for new weights: the policy's, or the head's with `drafter_version`.
