@@ -14,9 +14,12 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "not ready yet" in record.getMessage()]
 
 
-def test_whoever_waits_is_told_for_what_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_waits_is_told_for_what_until_it_is_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
-    start_up = StartUp(patience=0.05)
+    monkeypatch.setattr("tlt_lightning.engine.start_up.PATIENCE", 0.05)
+    start_up = StartUp()
     with start_up.part("knitting"):
         while len(told(caplog)) < 2:
             time.sleep(0.01)

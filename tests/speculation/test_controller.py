@@ -293,7 +293,7 @@ def test_selectors_leave_a_silenced_head_alone_and_learn_nothing_of_it(
 
 
 def test_the_alarm_rings_once_and_only_below_the_floor(caplog: pytest.LogCaptureFixture) -> None:
-    alarm = AcceptanceAlarm(window=100, floor=0.01)
+    alarm = AcceptanceAlarm(window=100)
     for _ in range(40):
         alarm.observe(10, 1)
     assert not alarm.is_ringing

@@ -13,14 +13,9 @@ PATIENCE = 15.0
 
 
 class StartUp:
-    """Times the parts of a start by name; whoever waits for a long one is told which it is.
+    """Times the parts of a start by name; whoever waits for a long one is told which it is."""
 
-    Args:
-        patience: Seconds between two lines.
-    """
-
-    def __init__(self, patience: float = PATIENCE) -> None:
-        self.patience = patience
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -36,8 +31,8 @@ class StartUp:
 
     def _tell(self, name: str, over: threading.Event) -> None:
         waited = 0.0
-        while not over.wait(self.patience):
-            waited += self.patience
+        while not over.wait(PATIENCE):
+            waited += PATIENCE
             log.info(
                 "vLLM is not ready yet: %s has taken %.0f s. A model's first start on a machine takes a minute or two; "
                 "later ones find what it compiled. To see where it stands still: PYTHONFAULTHANDLER=1, and SIGABRT.",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt_lightning.arguments import Count, Share, check_argument, checked
+from tlt_lightning.arguments import Count, Share, checked
 from tlt_lightning.drafter.packing import num_entries
 from tlt_lightning.hidden_states import HiddenStateRequest, PolicyText, choose_rows
 
@@ -69,11 +69,6 @@ class DrafterBuffer:
         return list(self._held_out)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held, those held out included; at most `max_bytes`."""
-        return _total_bytes(self.training) + _total_bytes(self._held_out)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens to train on."""
         return sum(map(len, self.training))
@@ -123,7 +118,6 @@ class DrafterBuffer:
         The sequences have `num_tokens` together on average, and one is drawn at least. The order is random. These are
         the objects that the buffer holds, so do not change them.
         """
-        check_argument("num_tokens", num_tokens, Count)
         pool = sorted(self.training, key=len)
         if not pool:
             raise RuntimeError("The drafter's buffer has nothing to train on; `add` an iteration's sequences first.")

@@ -5,6 +5,9 @@ from collections import deque
 
 log = logging.getLogger(__name__)
 
+FLOOR = 0.01
+"""Share of verifications that must have accepted their first draft."""
+
 
 class AcceptanceAlarm:
     """Rings when next to nothing a learned drafter proposes is accepted.
@@ -14,11 +17,10 @@ class AcceptanceAlarm:
 
     Args:
         window: Verifications (of one request in one step) that are looked at together.
-        floor: Share of them that must have accepted their first draft.
     """
 
-    def __init__(self, window: int = 512, floor: float = 0.01) -> None:
-        self.window, self.floor = window, floor
+    def __init__(self, window: int = 512) -> None:
+        self.window = window
         self.is_ringing = False
         self.num_rung = 0
         self._steps: deque[tuple[int, int]] = deque()
@@ -35,7 +37,7 @@ class AcceptanceAlarm:
             verified, accepted = self._steps.popleft()
             self._verified -= verified
             self._accepted -= accepted
-        if self._verified >= self.window and self._accepted < self.floor * self._verified:
+        if self._verified >= self.window and self._accepted < FLOOR * self._verified:
             self.is_ringing = True
             self.num_rung += 1
             log.warning(

@@ -17,6 +17,7 @@ from tlt_lightning.engine.ray.remote_host import HostDied, RemoteHost
 from tlt_lightning.engine.ray.snapshot import Snapshot, SnapshotWriter
 from tlt_lightning.rollout import Request, Response, Sampling
 from tlt_lightning.seeds import seed_of
+from tlt_lightning.speculation.strategy import OFF
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +232,6 @@ class Fleet:
             tokens=sum(each.tokens for each in reports),
             longest=max((each.longest for each in reports), default=0),
             elapsed=elapsed,
-            **({} if busiest is None else {"strategy": busiest.strategy}),
+            strategy=OFF if busiest is None else busiest.strategy,
             acceptance_length=drafts / running if running else 1.0,
         )

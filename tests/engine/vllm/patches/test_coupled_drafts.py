@@ -30,7 +30,7 @@ def test_drafts_share_the_noise_of_verification_where_the_engine_asks_for_it(
     monkeypatch.setattr(gumbel, "gumbel_sample", gumbel_sample)
     vllms_own = DraftModelSpeculator.sample_draft
     with ExitStack() as undone:
-        coupled_drafts.PATCH.apply(undone)
+        undone.enter_context(coupled_drafts.PATCH.applied())
         assert inspect.signature(DraftModelSpeculator.sample_draft) == inspect.signature(vllms_own)
         ours, theirs = (inspect.signature(each).parameters for each in (coupled_drafts.sample_coupled, vllms_own))
         assert list(ours)[1:] == list(theirs)[1:]

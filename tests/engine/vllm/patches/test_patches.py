@@ -138,7 +138,7 @@ def test_a_reload_without_repairs_leaves_tied_heads_and_experts_wrong(
 def test_undoing_puts_back_what_was_replaced(patch: Patch) -> None:
     usual = {place: resolve_name(place) for place in patch.around}
     with ExitStack() as undone:
-        patch.apply(undone)
+        undone.enter_context(patch.applied())
         assert usual
         assert all(resolve_name(place) is not old for place, old in usual.items())
     assert all(resolve_name(place) is old for place, old in usual.items())
@@ -159,7 +159,7 @@ def test_workspaces_are_dropped_right_before_each_capture(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("dropped"), raising=False)
     monkeypatch.setattr(torch.cuda.graph, "__enter__", lambda graph: done.append("captures"))
     with ExitStack() as undone:
-        cublas_workspaces.PATCH.apply(undone)
+        undone.enter_context(cublas_workspaces.PATCH.applied())
         for _ in range(2):
             torch.cuda.graph.__enter__(object.__new__(torch.cuda.graph))
     assert done == ["dropped", "captures"] * 2
@@ -177,7 +177,7 @@ def test_what_sleeps_is_mapped_alone_before_it_is_freed(monkeypatch: pytest.Monk
     monkeypatch.setattr(cumem, "create_and_map", mapped.append)
     monkeypatch.setattr(asleep_free, "_map_to_one_piece", lambda handle: mapped.append(("one piece", handle)))
     with ExitStack() as undone:  # as `close` undoes it, before what it held is collected
-        asleep_free.PATCH.apply(undone)
+        undone.enter_context(asleep_free.PATCH.applied())
         allocator = cumem.CuMemAllocator()
     handles = {pointer: (0, 2**21, pointer, 7) for pointer in (1, 2)}
     for pointer, handle in handles.items():

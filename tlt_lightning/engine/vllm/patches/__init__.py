@@ -16,6 +16,6 @@ def patched(without: Container[Patch] = ()) -> Iterator[None]:
     """Repair vLLM's faults, but not those of `without`, while an engine lives inside the block."""
     with ExitStack() as stack:
         for patch in PATCHES:
-            if patch not in without:
+            if patch not in without and patch.is_needed():
                 stack.enter_context(patch.applied())
         yield

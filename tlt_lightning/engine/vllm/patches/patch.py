@@ -30,23 +30,18 @@ class Patch:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Repair the fault inside the block, if this process has the fault."""
+        """Repair the fault for every engine that starts inside the block."""
         with ExitStack() as undone:
-            if self.is_needed():
-                self.apply(undone)
+            try:
+                for place, around in self.around.items():
+                    owner, _, name = place.rpartition(".")
+                    _wrap(undone, resolve_name(owner), name, around)
+            except (AttributeError, ImportError) as error:
+                raise RuntimeError(
+                    f"vLLM {installed_version()} is not built as a repair of it expects ({error}); tlt_lightning "
+                    f"supports vLLM {SUPPORTED}."
+                ) from error
             yield
-
-    def apply(self, undone: ExitStack) -> None:
-        """Repair the fault until `undone` is closed, for every engine that starts meanwhile."""
-        try:
-            for place, around in self.around.items():
-                owner, _, name = place.rpartition(".")
-                _wrap(undone, resolve_name(owner), name, around)
-        except (AttributeError, ImportError) as error:
-            raise RuntimeError(
-                f"vLLM {installed_version()} is not built as a repair of it expects ({error}); tlt_lightning "
-                f"supports vLLM {SUPPORTED}."
-            ) from error
 
 
 def _wrap(undone: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
