@@ -133,8 +133,6 @@ class HiddenStateTap:
             prompt_lengths: Tokens of each prompt.
             policy_version: Version of the policy's weights.
         """
-        if self._last not in self._states:
-            raise RuntimeError("The tap saw no forward pass of the policy's trunk.")
         results = []
         for number, (ids, prompt_length) in enumerate(zip(texts, prompt_lengths, strict=True)):
             states = torch.cat([self._states[layer][number][: len(ids)] for layer in self.layer_ids], -1)

@@ -17,7 +17,7 @@ from tlt_lightning.drafter.architectures.base import DraftArchitecture, Head, He
 from tlt_lightning.drafter.architectures.dspark import DSpark
 from tlt_lightning.drafter.architectures.eagle3 import Eagle3
 from tlt_lightning.drafter.target import TargetWeights, choose_layer_ids, is_valid
-from tlt_lightning.drafter.vocabulary import choose_size, drafted_tokens
+from tlt_lightning.drafter.vocabulary import drafted_tokens
 from tlt_lightning.speculation.head_files import (
     canonical_name,
     check_head,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _NUM_DRAFT_TOKENS = 3
+_LARGE, _DRAFTED = 64_000, 32_000  # tokens of a target, and of a new head for a larger one, as published heads have
 _BY_METHOD: dict[str, type[DraftArchitecture]] = {"eagle3": Eagle3, "dspark": DSpark}  # vLLM's names
 _TARGETS_OWN = ("embed_tokens.", "lm_head.", "verifier_lm_head.", "verifier_norm.")
 _OWN_OUTPUT = 0.5  # relative distance: a policy's rows move by far less in any training, a head of its own is elsewhere
@@ -73,7 +74,7 @@ def choose_settings(
     check_argument("layer_ids", layer_ids, Sequence[int] | None)
     if head is None:
         layer_ids = choose_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
-        draft_vocab_size = draft_vocab_size or choose_size(vocab_size)
+        draft_vocab_size = draft_vocab_size or (_DRAFTED if vocab_size > _LARGE else vocab_size)
     else:
         layer_ids, draft_vocab_size = _saved_shape(head, target, num_layers, layer_ids, draft_vocab_size)
     if not is_valid(layer_ids, num_layers):

@@ -27,7 +27,7 @@ from tlt_lightning.drafter.packing import PackedBatch
 from tlt_lightning.drafter.quality import AcceptanceRule, DraftQuality, expect_acceptance, quality_of
 from tlt_lightning.drafter.target import frozen_dtype, live_weights, read_target, read_weights
 from tlt_lightning.drafter.teaching import Teaching
-from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, vocabulary_of, with_ends
+from tlt_lightning.drafter.vocabulary import check_as_many, choose_vocabulary, draft_ids, with_ends
 from tlt_lightning.guard.callback import lifecycle_callbacks
 from tlt_lightning.guard.files import set_aside
 from tlt_lightning.model_files import checksum_of_weights
@@ -165,7 +165,10 @@ class DrafterModule(L.LightningModule):
     @property
     def vocabulary(self) -> Tensor | None:
         """Mask of the target's tokens that the head drafts, (V,) on the CPU; None until they are chosen."""
-        return None if self.needs_vocabulary else vocabulary_of(self._built)
+        if self.needs_vocabulary:
+            return None
+        t2d = self._built.t2d
+        return torch.ones(self.target_config.vocab_size, dtype=torch.bool) if t2d is None else t2d.cpu()
 
     def load_vocabulary(self, vocabulary: Tensor) -> None:
         """Draft the tokens of an earlier `vocabulary`; ValueError if they are not as many as the head's."""

@@ -7,14 +7,6 @@ from torch import Tensor
 
 from tlt_lightning.drafter.architectures.base import Head
 
-_LARGE = 64_000
-_DRAFTED = 32_000  # as published EAGLE-3 heads do
-
-
-def choose_size(vocab_size: int) -> int:
-    """Choose how many of `vocab_size` tokens a new head drafts: all, or 32,000 of more than 64,000."""
-    return _DRAFTED if vocab_size > _LARGE else vocab_size
-
 
 def count_tokens(input_ids: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
     """Count how often each token is in right-padded texts (B, S) of `lengths` (B,): (vocab_size,), on the CPU."""
@@ -39,11 +31,6 @@ def choose_vocabulary(head: Head, counts: Tensor | None) -> None:
     seen = {} if counts is None else {token: int(count) for token, count in enumerate(counts.tolist()) if count}
     d2t, t2d = build_vocab_mappings_from_distribution(seen, head.draft_vocab_size, head.verifier_vocab_size)
     head.load_vocab_mappings(t2d, d2t)
-
-
-def vocabulary_of(head: Head) -> Tensor:
-    """Return a mask of the target's tokens that the head drafts, (V,) bool on the CPU."""
-    return torch.ones(head.verifier_vocab_size, dtype=torch.bool) if head.t2d is None else head.t2d.cpu()
 
 
 def check_as_many(vocabulary: Tensor, size: int) -> None:

@@ -163,10 +163,7 @@ class SpeculativeRunner(ABC):
 
     def drafts(self, scheduler: Any, request_ids: list[str], drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts to verify in the next step, given what vLLM's own drafter proposed."""
-        strategy = self.controller.strategy
-        if strategy.is_off and not any(drafts):
-            return drafts
-        return [draft[: strategy.num_draft_tokens] for draft in drafts]
+        return [draft[: self.controller.strategy.num_draft_tokens] for draft in drafts]
 
     def after_step(self, scheduler: Any, output: Any, result: Any) -> None:
         """Collect what each request drafted and emitted in a step."""
