@@ -84,8 +84,7 @@ class LookupDrafter:
     """Looks up drafts in all responses to the same prompt (`siblings`), or in prompt and response alone (`ngram`).
 
     Text is read only for a look-up, so responses cost nothing while speculation is off. What was written meanwhile is
-    read over the steps after speculation is switched on. `siblings` switches look-ups in other responses on, `ngram`
-    look-ups in the prompt and the response itself.
+    read over the steps after speculation is switched on.
     """
 
     def __init__(self, *, siblings: bool, ngram: bool) -> None:
