@@ -121,6 +121,27 @@ class DrafterPublisher:
         return None
 
     def _decide(self, before: Tensor, after: Tensor) -> PublishDecision:
+        """Judge the trained weights; publish them, or start over from the published ones where they are lost."""
+        trainer, decision = self.trainer, self._judge(before, after)
+        if decision.is_published:
+            self._published, self._candidate = self._candidate, self._published
+            self.version += 1
+            self.data_version = trainer.seen_version
+        elif decision.has_diverged:
+            log.warning(
+                "The drafter that is trained gains less than half of what the published one does: it has diverged and "
+                "starts over from the published weights. Lower its learning rate."
+            )
+            trainer.load_weights(self._published.tensors)
+            trainer.renew_optimizer()
+        if decision.is_published or decision.has_diverged:
+            self._evidence, self._num_lost = [], 0
+        trainer.num_pending = 0
+        self.quality = decision.quality
+        return decision
+
+    def _judge(self, before: Tensor, after: Tensor) -> PublishDecision:
+        """Compare what was measured of the published and the trained weights, with what was measured earlier."""
         trainer = self.trainer
         pair = torch.stack([before, after])[:, :, :2]  # drafts accepted, and engine steps
         if trainer.learns_first_drafts:  # what was measured earlier is of a far worse one
@@ -136,23 +157,6 @@ class DrafterPublisher:
         is_published = is_better and num_paid > 0
         is_lost = new.acceptance_length - 1 < (1 - _LOST) * (old.acceptance_length - 1)
         self._num_lost = self._num_lost + 1 if is_lost else 0
-        has_diverged = self._num_lost == _PATIENCE
-        if is_published:
-            self._published, self._candidate = self._candidate, self._published
-            self.version += 1
-            self.data_version = trainer.seen_version
-        elif has_diverged:
-            log.warning(
-                "The drafter that is trained drafts %.2f tokens per step, the published one %.2f: it has diverged and "
-                "starts over from the published weights. Lower its learning rate.",
-                new.acceptance_length,
-                old.acceptance_length,
-            )
-            trainer.load_weights(self._published.tensors)
-            trainer.renew_optimizer()
-        if is_published or has_diverged:
-            self._evidence, self._num_lost = [], 0
-        trainer.num_pending = 0
         slow = "" if num_paid or speedup is None else f" The engine would be {speedup:.2f} times as fast with it."
         rank_zero_info(
             "The draft head %s: %.3f tokens per step on held-out text (the one in use: %.3f).%s",
@@ -161,9 +165,7 @@ class DrafterPublisher:
             old.acceptance_length,
             slow,
         )
-        decision = PublishDecision(old, new, gain, gain - error, is_published, has_diverged)
-        self.quality = decision.quality
-        return decision
+        return PublishDecision(old, new, gain, gain - error, is_published, self._num_lost == _PATIENCE)
 
     def _measure(self, held_out: Sequence[PolicyText], clusters: Sequence[int]) -> Tensor:
         """Measure the weights of now on held-out text, by cluster: (NUM_CLUSTERS, 6, K)."""
