@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from tlt_lightning.arguments import Bound, Count, checked, folder_of
 from tlt_lightning.guard.files import set_aside
-from tlt_lightning.training.fsdp2 import is_sharded
+from tlt_lightning.training.fsdp2 import run_shards
 from tlt_lightning.training.resume import begins_run, has_begun_update
 
 log = logging.getLogger(__name__)
@@ -127,4 +127,4 @@ def _is_resumable_alone(trainer: L.Trainer) -> bool:
     """Return True if a checkpoint that rank zero writes by itself resumes exactly, as after the end of a rank."""
     backlog = getattr(trainer.datamodule, "backlog", None)  # type: ignore[attr-defined]
     waits = backlog is not None and backlog.schedule.defers  # each rank has its own that wait
-    return trainer.world_size == 1 or not (is_sharded(trainer) or waits)
+    return trainer.world_size == 1 or not (run_shards(trainer) or waits)

@@ -19,7 +19,7 @@ from tlt_lightning.ranks.idle_windows import IdleWindows
 from tlt_lightning.rewards.pool import RewardPool
 from tlt_lightning.rollout import Prompt, Request, Response, Rollout, Sampling
 from tlt_lightning.schedules.under_way import RolloutUnderWay
-from tlt_lightning.training.fsdp2 import is_sharded
+from tlt_lightning.training.fsdp2 import run_shards
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class RolloutCollector:
         asked = under_way.requests(ids, has_seeds=self.engine.seeds_requests, ahead=ahead)
         requests = [request for request in asked if request.id not in self.stream.open_ids]
         # An engine over several ranks writes with all of them, and weights are gathered from all that have a shard.
-        is_alone = self.engine.num_ranks == 1 and not is_sharded(self.trainer)
+        is_alone = self.engine.num_ranks == 1 and not run_shards(self.trainer)
         sleeps_on = is_alone and not requests and (self._has_begun or not prompts)
         if not sleeps_on:
             self._wake(len(requests))
@@ -128,7 +128,7 @@ class RolloutCollector:
         version = (self.trainer.global_step,)
         current = [rollout for rollout in rollouts if rollout.response.policy_versions == version]
         has_any = bool(current)
-        if is_sharded(self.trainer):
+        if run_shards(self.trainer):
             has_any = is_first and self.trainer.strategy.reduce_boolean_decision(has_any, all=True)
         if has_any and self.probe.check(self.trainer, self.engine, current, sampling):
             self.log.lap("logprobs")  # the policy's first pass, for which a GPU compiles

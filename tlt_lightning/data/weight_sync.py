@@ -7,7 +7,7 @@ from torch import nn
 from tlt_lightning.engine.base import RolloutEngine
 from tlt_lightning.hooks import call_rollout_hook
 from tlt_lightning.sharding.units import local
-from tlt_lightning.training.fsdp2 import is_sharded
+from tlt_lightning.training.fsdp2 import run_shards
 
 
 class WeightSync:
@@ -32,7 +32,7 @@ class WeightSync:
         module, version = trainer.lightning_module, trainer.global_step
         found = fingerprint(module)
         is_current = self.engine.policy_version == version and found == self._fingerprint
-        if is_sharded(trainer) or self.engine.num_ranks > 1:
+        if run_shards(trainer) or self.engine.num_ranks > 1:
             is_current = trainer.strategy.reduce_boolean_decision(is_current, all=True)
         if is_current:
             return

@@ -101,14 +101,14 @@ def run_sharding(trainer: L.Trainer) -> Sharding | None:
     return trainer.strategy.sharding if isinstance(trainer.strategy, FSDP2Strategy) else None
 
 
-def is_sharded(trainer: L.Trainer) -> bool:
+def run_shards(trainer: L.Trainer) -> bool:
     """Return True if a run shards its models, and each pass over one is a collective."""
     return isinstance(trainer.strategy, FSDP2Strategy)
 
 
 def largest_counts(trainer: L.Trainer) -> LargestCounts | None:
     """Return how ranks learn the largest number of passes, where all make as many; None where each has its own."""
-    return partial(largest_over_ranks, trainer) if is_sharded(trainer) else None
+    return partial(largest_over_ranks, trainer) if run_shards(trainer) else None
 
 
 StrategyRegistry.register("fsdp2", FSDP2Strategy, description="FSDP2 over all ranks")
