@@ -1,6 +1,7 @@
 """What a run is told, or refused, that resumes with other networks or settings."""
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from tests.conftest import save_policy
 from tests.support.rl_runs import evenness, make_data, make_module, make_trainer
-from tlt_lightning import CriticConfig, PartialRollout, RewardTerm, Sampling, TailBatching
+from tlt_lightning import CriticConfig, LoRA, PartialRollout, RewardTerm, Sampling, TailBatching
 from tlt_lightning.environments.limits import TurnLimits
 from tlt_lightning.objectives import GRPO, PPO
 from tlt_lightning.policy import load_policy
@@ -89,6 +90,14 @@ def test_checkpoint_of_another_policy_is_refused(
     check_networks(checkpoint, None, saved)
     with pytest.raises(ValueError, match=f"`ckpt_path` holds other networks .*{named}.* of policy '{policy_path}'"):
         check_networks(checkpoint, None, now)
+
+
+def test_checkpoint_of_other_adapters_is_refused_with_a_way_to_go_on() -> None:
+    checkpoint = {"policy": {"path": "p", "lora": asdict(LoRA(rank=4))}, "state_dict": {}}
+    check_networks(checkpoint, LoRA(rank=4), {})
+    for lora in (LoRA(rank=8), None):
+        with pytest.raises(ValueError, match=r"`lora` LoRA\(rank=4, .*this run has (LoRA\(rank=8|None).*`export`"):
+            check_networks(checkpoint, lora, {})
 
 
 def test_checkpoint_of_another_module_is_refused(policy_path: str) -> None:

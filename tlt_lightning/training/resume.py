@@ -121,7 +121,10 @@ def check_networks(checkpoint: Mapping[str, Any], lora: LoRA | None, now: Mappin
     policy, saved = checkpoint["policy"], checkpoint["state_dict"]
     was = None if policy["lora"] is None else LoRA(**{item.name: policy["lora"][item.name] for item in fields(LoRA)})
     if was != lora:
-        raise ValueError(f"The checkpoint was written with `lora` {was}, this run has {lora}; make them equal.")
+        raise ValueError(
+            f"The checkpoint was written with `lora` {was}, this run has {lora}; make them equal, or begin a run with "
+            "the `policy` that `export` writes of it."
+        )
     shapes = {name: (getattr(saved[name], "shape", None), now[name].shape) for name in saved.keys() & now.keys()}
     differing = {name for name, (before, after) in shapes.items() if before is not None and before != after}
     differing |= saved.keys() ^ now.keys()
