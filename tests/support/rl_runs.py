@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from transformers import PreTrainedConfig
 
 from tlt_lightning import (
@@ -22,6 +23,8 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.rollout import Rollout, RolloutBatch
 
 PreTrainedConfig.__repr__ = object.__repr__  # an eighth of a small run: transformers logs each config that it reads
+if not torch.cuda.is_available():  # another seventh: Lightning copies all that is logged, to where it is
+    result._ResultMetric.to = result._ResultCollection.to = lambda self, *_, **__: self
 
 
 class NeverLoaded(TransformersEngine):
