@@ -21,6 +21,7 @@ from datasets import Dataset
 from nbclient import NotebookClient
 
 import tlt_lightning
+from tests.support.ranks.rank_processes import with_root
 from tests.support.rl_runs import make_data, make_module, make_trainer
 from tlt_lightning import RewardTerm, Sampling, objectives, testing
 from tlt_lightning.__main__ import main
@@ -291,7 +292,8 @@ def test_every_public_name_has_an_entry_in_the_api() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_rewards_and_completions(tmp_path: Path) -> None:
+def test_the_notebook_runs_and_shows_rewards_and_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", with_root(os.environ)["PYTHONPATH"])
     notebook = nbformat.read(ROOT / "docs/start.ipynb", as_version=4)
     NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}

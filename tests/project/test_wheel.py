@@ -37,7 +37,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(environment: Path, folder: Path, *command: str) -> str:
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests/support/start")}  # which has nothing of the package
     variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
     return subprocess.run(command, cwd=folder, env=variables, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -59,7 +59,7 @@ def test_a_folder_made_by_init_trains_where_nothing_else_is(environment: Path, t
         "trainer.callbacks+": '{"class_path": "tlt_lightning.gallery.answer_variety.AnswerVariety"}',
     }
     run(environment, tmp_path / "my-run", *command.split(), *(f"--{name}={value}" for name, value in tiny.items()))
-    where = run(environment, tmp_path, "python", "-c", "import tlt_lightning; print(tlt_lightning.__file__)")
-    assert Path(where).is_relative_to(environment)
+    find = "from importlib.util import find_spec; print(find_spec('tlt_lightning').origin)"
+    assert Path(run(environment, tmp_path, "python", "-c", find)).is_relative_to(environment)
     rows = (tmp_path / "my-run/outputs/quickstart/csv/version_0/metrics.csv").read_text()
     assert {"reward/brevity", "reward/countdown", "rollout/variety"} <= set(rows.splitlines()[0].split(","))
