@@ -11,7 +11,7 @@ def test_each_vocabulary_and_stage_is_timed_and_its_kernels_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafter_step, "STEPS", {"young": 1, "optimizer": 1, "whole": 1})  # profiling takes seconds
-    monkeypatch.setattr(drafter_step, "NUM_PROMPTS", 4)
+    monkeypatch.setattr(drafter_step, "NUM_PROMPTS", 1)
     drafter_step.main(["--tiny", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "drafter_step.json").read_text())["rows"]
     stages = ("young", "optimizer", "decision", "whole")
