@@ -63,6 +63,7 @@ def test_a_recipe_takes_a_callback_that_copies_the_module(policy_path: str, prom
     cli = run_cli(["fit", *options(policy_path, prompts_path, tmp_path), "--trainer.callbacks+=EMAWeightAveraging"])
     saved = torch.load(tmp_path / "checkpoints/last.ckpt", weights_only=True)
     assert saved["current_model_state"].keys() == cli.model.state_dict().keys()
+    assert cli._subcommand_parsers.keys() == {"fit"}  # no options are read of what is not asked for
 
 
 @pytest.mark.parametrize(

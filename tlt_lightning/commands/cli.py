@@ -64,19 +64,23 @@ def _run(
     is_named = any("class_path" in settings for settings in _settings_of(words, "data"))  # by a recipe
     # `${trainer.default_root_dir}` in a recipe means the value after all overlays, below whichever subcommand.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-    return cli(
-        module,
-        L.LightningDataModule if is_named else data,
-        subclass_mode_data=is_named,
-        args=words,
-        parser_class=_Parser,
-        parser_kwargs={"parser_mode": "omegaconf+", "prog": prog, "allow_abbrev": False},
-        run=run,
-        auto_configure_optimizers=False,
-        seed_everything_default=0,
-        trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 1},
-        save_config_kwargs={"overwrite": True},  # a resumed run writes into the same folder
-    )
+    known = cli.subcommands()
+    # Each reads its options anew from all signatures: those of the one that is asked for suffice.
+    asked = {name: skipped for name, skipped in known.items() if words[:1] == [name]} or known
+    with replaced(cli, "subcommands", lambda *_: asked):
+        return cli(
+            module,
+            L.LightningDataModule if is_named else data,
+            subclass_mode_data=is_named,
+            args=words,
+            parser_class=_Parser,
+            parser_kwargs={"parser_mode": "omegaconf+", "prog": prog, "allow_abbrev": False},
+            run=run,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+            trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 1},
+            save_config_kwargs={"overwrite": True},  # a resumed run writes into the same folder
+        )
 
 
 def named_class(words: list[str], option: str, base: type) -> type:
