@@ -17,6 +17,7 @@ from tests.support.rl_runs import Recorder, make_data, make_module, make_trainer
 from tests.support.speculation_engines import ScriptedSelector
 from tlt_lightning import AsyncRollout, RayEngine, Request, RolloutCallback, RolloutEngine, Sampling, VLLMEngine
 from tlt_lightning.environments.limits import TurnLimits
+from tlt_lightning.long_tail.budget import FixedBudget
 from tlt_lightning.policy import PolicyWeights, load_policy, load_tokenizer
 from tlt_lightning.speculation.strategy import Strategy
 
@@ -139,11 +140,19 @@ class Learned(RolloutCallback):
         self.state = trainer.datamodule.engine.state_dict()
 
 
+class AtFirst(FixedBudget):
+    """Trains in the first iteration alone."""
+
+    def decide(self, iteration: int, remaining: int | None) -> float | None:
+        return None if iteration else super().decide(iteration, remaining)
+
+
 @pytest.mark.slow
 def test_hosts_draft_with_a_head_that_the_trainer_trains_and_hear_how_good_it_is(cluster: None, tmp_path: Path) -> None:
     metrics, learned = drafter_runs.Metrics(), Learned()
     L.seed_everything(3)
-    trainer = drafter_runs.make_trainer(tmp_path, drafter_runs.make_callback(share=8.0), metrics, learned, max_epochs=2)
+    drafting = drafter_runs.make_callback(budget=AtFirst(8.0))
+    trainer = drafter_runs.make_trainer(tmp_path, drafting, metrics, learned, max_epochs=2)
     engine = RayEngine(drafter_runs.make_engine(Told()))
     trainer.fit(drafter_runs.make_module(), drafter_runs.make_data(engine))
     first, second = metrics.rows
