@@ -24,6 +24,7 @@ class DynamicSampling:
     max_rounds: Annotated[int, Bound(2), "Drop `dynamic_sampling` to roll out once."] = 4
 
 
+@checked()
 @dataclass(frozen=True, kw_only=True)
 class IterationSettings:
     """Holds the settings of all iterations of a run; see `RolloutDataModule`."""
@@ -50,7 +51,7 @@ class IterationSettings:
     def check(self, objective: PolicyObjective, trainer: L.Trainer) -> None:
         """Raise MisconfigurationException unless ranks and steps divide an iteration, and a pass holds a sequence.
 
-        Responses to a prompt have to differ, too, and be as many and as long as the objective needs.
+        Responses to a prompt have to differ, too (ValueError), and be as many and as long as the objective needs.
         """
         num_ranks = trainer.world_size
         num_prompts, group_size, num_steps = self.prompts_per_iteration, self.group_size, self.num_minibatches
@@ -68,9 +69,7 @@ class IterationSettings:
                 f"{num_steps}, the optimizer steps that share them; choose one that divides them."
             )
         if self.sampling.temperature == 0:
-            raise MisconfigurationException(
-                "`data.sampling.temperature` 0 writes the same response to a prompt every time; use 1.0."
-            )
+            raise ValueError("`sampling.temperature` 0 writes the same response to a prompt every time; use 1.0.")
         max_tokens = self.sampling.max_tokens
         if (longest := self.max_prompt_tokens + max_tokens) > self.micro_batch_tokens:
             raise MisconfigurationException(
