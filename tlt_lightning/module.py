@@ -271,7 +271,6 @@ class RLModule(L.LightningModule):
             critic_parameters = [p for p in self.critic.parameters() if p.requires_grad]
             groups.append({"params": critic_parameters, "lr": self.critic_config.lr})
         optimizer = optimization.built(self.optimizer, groups)
-        self._resumed_optimizer.note(optimizer)
         self.save_hyperparameters({"optimizer": describe_object(optimizer, optimizer.defaults)})
         every = None if self._trainer is None else self.trainer.check_val_every_n_epoch
         return with_schedule(optimizer, self.lr_scheduler, validates_every=every or 1)
@@ -301,14 +300,14 @@ class RLModule(L.LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        self._resumed_optimizer.note_built(self.trainer.optimizers[0])  # before a checkpoint's is restored
+        self._resumed_optimizer.note(self.trainer)
 
     @override
     def on_train_start(self) -> None:
         self.iteration_log.clear()  # loading belongs to no iteration, nor does what an interrupted run left
         self._finish_iteration()
         optimization.fuse_on_gpu(self.trainer.optimizers[0], self.device)
-        self._resumed_optimizer.apply(self.trainer, self.lr_scheduler)
+        self._resumed_optimizer.apply(self.trainer)
 
     @override
     def on_train_epoch_start(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,10 +190,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name() -> None:
     resumed, parameter = ResumedOptimizer(), nn.Parameter(torch.zeros(2))
     saved = {"optimizer_settings": settings_of(torch.optim.SGD([parameter], lr=0.1))}
     resumed.load(saved, None, is_another=False)
-    refused = pytest.raises(ValueError, match=r"`optimizer` is no AdamW: it has .*momentum.* and no .*betas")
-    for note in (resumed.note, resumed.note_built):  # the latter alone of a module with its own `configure_optimizers`
-        with refused:
-            note(adamw(parameter))
+    trainer: Any = SimpleNamespace(optimizers=[adamw(parameter)], lr_scheduler_configs=[])
+    with pytest.raises(ValueError, match=r"`optimizer` is no AdamW: it has .*momentum.* and no .*betas"):
+        resumed.note(trainer)
 
 
 @pytest.mark.parametrize("is_added", [True, False])
@@ -204,7 +204,8 @@ def test_a_setting_that_another_torch_has_added_or_dropped_ends_no_run(is_added:
     else:
         del group["maximize"]
     resumed.load({"optimizer_settings": saved}, None, is_another=False)
-    resumed.note(optimizer)
+    trainer: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[])
+    resumed.note(trainer)
 
 
 def test_a_policy_in_two_groups_is_clipped_by_one_norm_and_its_critic_by_another() -> None:

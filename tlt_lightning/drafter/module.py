@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from tlt_lightning.arguments import CountOrZero, checked, text_of
@@ -225,16 +224,16 @@ class DrafterModule(L.LightningModule):
     @override
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer([parameter for _, parameter in heads.trainable(self._built)])
-        self._resumed_optimizer.note(optimizer)
-        return self._scheduled(optimizer)
-
-    def _scheduled(self, optimizer: Optimizer) -> Any:
         num_steps = None if self.lr_scheduler is None else self.trainer.estimated_stepping_batches
         return with_schedule(optimizer, self.lr_scheduler, num_steps)
 
     @override
+    def on_fit_start(self) -> None:
+        self._resumed_optimizer.note(self.trainer)
+
+    @override
     def on_train_start(self) -> None:
-        self._resumed_optimizer.apply(self.trainer, lambda optimizer: self._scheduled(optimizer)[1][0]["scheduler"])
+        self._resumed_optimizer.apply(self.trainer)
 
     # Learning
 

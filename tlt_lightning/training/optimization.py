@@ -4,7 +4,6 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from inspect import isroutine
 from typing import Any
 
 import lightning as L
@@ -53,36 +52,30 @@ class ResumedOptimizer:
 
     def __init__(self) -> None:
         self._own: list[Settings] = []
-        self._built: list[Settings] = []  # of an optimizer of the user's own
+        self._of_schedulers: list[Settings] = []
         self._saved: list[Settings] | None = None  # of the run that is resumed, until training begins
         self._is_rescheduled = False  # by another scheduler than that run's
         self._missed: dict[str, float] = {}  # metrics that its schedulers have not seen, likewise
 
-    def note(self, optimizer: Optimizer) -> None:
-        """Note the settings of this run's optimizer, before any scheduler moves them."""
-        self._check(optimizer)
-        self._own = settings_of(optimizer)
+    def note(self, trainer: L.Trainer) -> None:
+        """Note the settings of this run's optimizer and schedulers in `on_fit_start`: a checkpoint's come later.
 
-    def note_built(self, optimizer: Optimizer) -> None:
-        """Note them where a scheduler may have moved them: whoever overrides `configure_optimizers` calls no `note`."""
-        self._check(optimizer)
-        self._built = [
-            {**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in settings_of(optimizer)
-        ]
-
-    def _check(self, optimizer: Optimizer) -> None:
-        """Raise ValueError if the optimizers of checkpoint and run each have settings that the other has not."""
-        saved, now = ({*each[0]} - {"initial_lr"} if each else set() for each in (self._saved, settings_of(optimizer)))
+        Raises:
+            ValueError: The optimizers of checkpoint and run each have settings that the other has not.
+        """
+        self._own = settings_of(trainer.optimizers[0])
+        self._of_schedulers = [{**vars(config.scheduler)} for config in trainer.lr_scheduler_configs]
+        saved, now = ({*each[0]} - {"initial_lr"} if each else set() for each in (self._saved, self._own))
         gone, new = sorted(saved - now), sorted(now - saved)
         if gone and new:  # one alone is a setting that a version of torch has added or dropped
             raise ValueError(
-                f"The checkpoint's `optimizer` is no {type(optimizer).__name__}: it has {', '.join(gone)} and no "
-                f"{', '.join(new)}. Resume with the optimizer of the run that wrote the checkpoint."
+                f"The checkpoint's `optimizer` is no {type(trainer.optimizers[0]).__name__}: it has {', '.join(gone)} "
+                f"and no {', '.join(new)}. Resume with the optimizer of the run that wrote the checkpoint."
             )
 
     def save(self, checkpoint: dict[str, Any], trainer: L.Trainer) -> None:
         """Write the settings into a checkpoint, and metrics that schedulers follow: Lightning steps them afterwards."""
-        checkpoint["optimizer_settings"] = self._saved or self._own or self._built
+        checkpoint["optimizer_settings"] = self._saved or _unmoved(self._own)
         checkpoint["missed"], epochs = dict(self._missed), vars(trainer.fit_loop.epoch_progress.current)
         for config in trainer.lr_scheduler_configs if epochs["processed"] > epochs["completed"] else ():
             if config.monitor in trainer.callback_metrics:
@@ -95,25 +88,25 @@ class ResumedOptimizer:
         self._missed = {} if self._is_rescheduled else checkpoint.get("missed", {})
 
     def forget(self) -> None:
-        """Forget what was read by a run that ended before it began to train, and the optimizer of an earlier one."""
-        self._saved, self._own, self._missed = None, [], {}
+        """Forget what was read by a run that ended before it began to train."""
+        self._saved, self._missed = None, {}
 
-    def apply(self, trainer: L.Trainer, build: LRSchedulerCallable | None) -> None:
-        """Apply this run's settings, and its scheduler, made by `build`, once the checkpoint's are restored."""
+    def apply(self, trainer: L.Trainer) -> None:
+        """Apply this run's settings, and its schedulers, once the checkpoint's are restored."""
         if self._saved is None:
             return
-        optimizer, configs = trainer.optimizers[0], trainer.lr_scheduler_configs
+        configs = trainer.lr_scheduler_configs
         schedulers = [] if self._is_rescheduled else [config.scheduler for config in configs]
-        apply_changed(optimizer, schedulers, self._saved, self._own or self._built)
-        for scheduler in schedulers if self._own else ():
-            if isinstance(scheduler, ReduceLROnPlateau) and isroutine(build):  # its settings may have changed
-                vars(scheduler).update({n: v for n, v in vars(build(optimizer)).items() if n not in _PLATEAU})
+        apply_changed(trainer.optimizers[0], schedulers, self._saved, _unmoved(self._own))
+        for scheduler, own in zip(schedulers, self._of_schedulers, strict=False):
+            if isinstance(scheduler, ReduceLROnPlateau):
+                vars(scheduler).update({name: value for name, value in own.items() if name not in _PLATEAU})
         for config in configs:
             if config.monitor in self._missed and not trainer.current_epoch % config.frequency:
                 plateau: Any = config.scheduler
                 plateau.step(self._missed[config.monitor])
         if self._is_rescheduled:
-            schedule_anew(optimizer, configs, build, self._own, trainer.global_step)
+            schedule_anew(trainer, self._own)
         self._saved, self._missed = None, {}
 
 
@@ -140,42 +133,34 @@ def check_optimization(trainer: L.Trainer) -> None:
                 )
 
 
-def schedule_anew(
-    optimizer: Optimizer,
-    configs: Sequence[Any],
-    build: LRSchedulerCallable | None,
-    wanted: Sequence[Settings],
-    steps: int,
-) -> None:
-    """Let settings be what `build`'s scheduler, or none, would have made of them in `steps` optimizer steps.
+def schedule_anew(trainer: L.Trainer, began: Sequence[Settings]) -> None:
+    """Let settings be what the run's schedulers, or none, would have made of them in the steps that are done.
 
     Args:
-        optimizer: Restored from a checkpoint whose learning rates another scheduler had moved.
-        configs: Lightning's, of the scheduler or of none.
-        build: Makes the scheduler.
-        wanted: `settings_of` this run's optimizer.
-        steps: Those that are done. One that follows a metric begins anew.
+        trainer: Of a run that is resumed: its optimizer is restored from a checkpoint whose learning rates another
+            scheduler had moved, its schedulers are as they were built. One that follows a metric begins anew.
+        began: `settings_of` its optimizer before that.
     """
-    if not wanted:
-        raise ValueError(
-            "The resumed run has another `lr_scheduler`, and `configure_optimizers` is overridden without a call of "
-            "`super()`: nobody knows at which learning rates it began. Resume with the scheduler of the checkpoint."
-        )
-    for group, settings in zip(optimizer.param_groups, wanted, strict=True):
-        for name in settings.keys() - {"initial_lr"}:
-            _set(group, name, settings[name])  # OneCycleLR moves betas, too
+    for group, settings in zip(trainer.optimizers[0].param_groups, began, strict=True):
         group.pop("initial_lr", None)
-    for config in configs:
-        assert build is not None, "a scheduler that nobody builds"
-        config.scheduler = build(optimizer)
+        for name, value in settings.items():
+            _set(group, name, value)  # OneCycleLR moves betas, too
+    for config in trainer.lr_scheduler_configs:
+        scheduler: Any = config.scheduler
+        num_done = trainer.global_step if config.interval == "step" else trainer.current_epoch
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch misses the optimizer's steps
-            for _ in range(steps if config.interval == "step" else 0):
-                config.scheduler.step()
+            for _ in range(0 if config.reduce_on_plateau else num_done // config.frequency):
+                scheduler.step()
+
+
+def _unmoved(settings: Sequence[Settings]) -> list[Settings]:
+    """Return settings of groups with the learning rates that they had before any scheduler moved them."""
+    return [{**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in settings]
 
 
 def _set(group: dict[str, Any], name: str, value: Any) -> None:
-    kept = group[name]
+    kept = group.get(name)
     group[name] = kept.fill_(value) if isinstance(kept, Tensor) else value
 
 
