@@ -53,6 +53,14 @@ def test_streaming_does_not_merge_into_the_live_weights(policy_path: str) -> Non
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
+def test_a_router_that_returns_two_tensors_has_no_adapter_and_the_experts_beside_it_have(tmp_path: Path) -> None:
+    policy = load_policy(save_architecture("llama4_text", tmp_path), lora=LoRA(rank=2))
+    logits = policy(input_ids=torch.arange(2, 8)[None]).logits  # with sums that are written into an adapter's output
+    logits.sum().backward()
+    adapted = {name.split(".lora_")[0].split(".")[-1] for name, p in policy.named_parameters() if p.grad is not None}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
 @pytest.mark.parametrize("target", [["q_proj", "v_prjo"], ["norm"], "q_proj"])
 def test_adapters_of_layers_that_are_not_there_are_refused(target: str | list[str], policy_path: str) -> None:
     with pytest.raises(ValueError, match=r"`lora\.target_modules` .* cannot be adapted: .*v_proj\], or 'all-linear'"):

@@ -40,6 +40,8 @@ def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedMod
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+    # Routers of Llama 4 and PhiMoE return two tensors, to which PEFT adds none.
+    config.exclude_modules = [name for name, _ in model.named_modules() if name.endswith(".router")] or None
     asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
     unknown = [each for each in asked if not any(f".{name}".endswith(f".{each}") for name, _ in model.named_modules())]
     try:

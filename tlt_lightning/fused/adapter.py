@@ -33,8 +33,9 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not (is_autocast or base.weight.dtype == a.dtype == b.dtype == dtype):
         return type(layer).forward(layer, x)  # PEFT casts to and fro
     bias = None if base.bias is None else base.bias.to(dtype)
-    tensors = (x.to(dtype), base.weight.to(dtype), bias, a.to(dtype), b.to(dtype))
-    return _AdaptedLinear.apply(*tensors, layer.scaling[name])
+    tensors = (x.to(dtype).flatten(0, -2), base.weight.to(dtype), bias, a.to(dtype), b.to(dtype))
+    # Views are made here: nobody could add to one that the function had made.
+    return _AdaptedLinear.apply(*tensors, layer.scaling[name]).view(*x.shape[:-1], -1)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -54,7 +55,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """Takes x (..., I), W (O, I), bias (O,) or None, A (r, I), B (O, r), all of one type; returns y (..., O).
+    """Takes x (N, I), W (O, I), bias (O,) or None, A (r, I), B (O, r), all of one type; returns y (N, O).
 
     With g = dL/dy: dL/dx = g W + s (g B) A, dL/dA = s (g B)^T x, dL/dB = g^T (s x A^T).
     """
@@ -64,22 +65,19 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
-        rows = x.flatten(0, -2)
-        inner = (rows @ a.T).mul_(scaling)
+        inner = (x @ a.T).mul_(scaling)
         # The small product comes first: added second, it would read and write y again.
         y = inner @ b.T if bias is None else torch.addmm(bias, inner, b.T)
-        y.addmm_(rows, weight.T)
-        ctx.save_for_backward(rows, inner, weight, a, b)
+        y.addmm_(x, weight.T)
+        ctx.save_for_backward(x, inner, weight, a, b)
         ctx.scaling = scaling
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y
 
     @staticmethod
     @once_differentiable
     @override
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, inner, weight, a, b = ctx.saved_tensors
-        grad_x, grad_rows = None, grad.flatten(0, -2)
-        grad_inner = (grad_rows @ b).mul_(ctx.scaling)
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad_inner @ a).addmm_(grad_rows, weight).view(*grad.shape[:-1], a.shape[1])
-        return grad_x, None, None, grad_inner.T @ rows, grad_rows.T @ inner, None
+        x, inner, weight, a, b = ctx.saved_tensors
+        grad_inner = (grad @ b).mul_(ctx.scaling)
+        grad_x = (grad_inner @ a).addmm_(grad, weight) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, grad_inner.T @ x, grad.T @ inner, None
