@@ -129,6 +129,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    os.environ.pop("PL_GLOBAL_SEED", None)  # an earlier test's, of `seed_everything`
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("vllm"):
