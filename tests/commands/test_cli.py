@@ -176,6 +176,15 @@ def test_a_checkpoint_with_more_iterations_than_the_run_is_refused_before_anythi
     assert "last.ckpt' holds 3 epochs, more than `trainer.max_epochs`, 1." in capsys.readouterr().err
 
 
+def test_the_last_checkpoint_of_the_folder_is_the_one_to_go_on_from(
+    policy_path: str, prompts_path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"last\.ckpt' is not a complete checkpoint"):
+        run_cli(["fit", *options(policy_path, prompts_path, tmp_path), "--ckpt_path=last"])
+
+
 @pytest.mark.parametrize(
     ("text", "known"),
     [

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import lightning as L
 import yaml
 from jsonargparse import Namespace, _typehints, set_parsing_settings
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
@@ -227,6 +228,16 @@ class _CLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         with settings_of_one_class(), replaced(_typehints, "import_object", import_object):
             super().parse_arguments(parser, args)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        from tlt_lightning.callbacks.usual import usual_callbacks
+
+        trainer = super().instantiate_trainer(**kwargs)
+        if hasattr(self.model, "iteration_log"):  # whose checkpoints would come too late for `--ckpt_path last`
+            usual = usual_callbacks(trainer)
+            trainer.callbacks += [each for each in usual if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+        return trainer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _CLI:
         # A callback that averages weights copies the module, whose `optimizer` holds this, and with it the whole run.
