@@ -51,6 +51,10 @@ async def hang_async(prompt: str, response: str, row: dict) -> float:
     return 1.0
 
 
+def workers(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [thread for thread in set(threading.enumerate()) - before if thread.name == "reward-worker"]
+
+
 @pytest.mark.parametrize("function", [hang, hang_async])
 def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, clock: Clock, caplog) -> None:
     def begin(prompt: str, response: str, row: dict) -> Any:
@@ -172,17 +176,14 @@ def test_a_thread_that_was_given_up_ends_with_its_call(make_pool) -> None:
         released.wait(100)
         return 1.0
 
-    def workers() -> list[threading.Thread]:
-        return [thread for thread in set(threading.enumerate()) - threads if thread.name == "reward-worker"]
-
     threads = set(threading.enumerate())
     pool = make_pool(late, num_workers=2, timeout=0.1)
     for key in range(8):
         pool.submit(key, "", "", {})
     assert {score["late"] for score in pool.collect().values()} == {0.0}
-    assert len(workers()) == 10
+    assert len(workers(threads)) == 10
     released.set()
-    while len(workers()) > 2:
+    while len(workers(threads)) > 2:
         time.sleep(0.01)
 
 
@@ -212,10 +213,9 @@ def test_close_is_idempotent_final_and_ends_all_threads() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(1, "", "", {})
     deadline = time.monotonic() + 100
-    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+    while (left := workers(threads)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left
-    pool.close()
 
 
 def test_what_close_gives_up_on_is_no_failure(caplog) -> None:
@@ -226,7 +226,7 @@ def test_what_close_gives_up_on_is_no_failure(caplog) -> None:
             pool.submit(key, "", "", {})
         time.sleep(0.005)
         pool.close()
-    for thread in set(threading.enumerate()) - threads:
+    for thread in workers(threads):
         thread.join(100)
     assert not caplog.records
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from threading import TIMEOUT_MAX
-from typing import Annotated, Any, SupportsFloat
+from typing import Annotated, Any, ClassVar, SupportsFloat
 
 from tlt_lightning.arguments import Bound, Count, checked
 from tlt_lightning.rewards.term import RewardTerm, as_terms
@@ -62,8 +62,8 @@ class RewardPool:
 
     A response whose function raises, returns no finite number of reasonable size (`MAX_SCORE`), or exceeds the time
     limit gets 0; `stats` counts it, and each reward's first failure is logged with its sample and line. All awaitables
-    run in one event loop, so a client that keeps connections can be opened once. One that blocks the loop past its time
-    limit costs those beside it, and a new loop takes its place.
+    of a process run in one event loop, so a client that keeps connections can be opened once. One that blocks the loop
+    past its time limit costs those beside it, and a new loop takes its place.
 
     Python cannot end a thread: a call past its time limit is left behind, and a new thread takes its place; more than
     `MAX_STUCK` at once are an error. A function that holds the interpreter's lock while it hangs (a huge power, a
@@ -83,6 +83,10 @@ class RewardPool:
         >>> pool.close()
     """
 
+    _loop_thread: ClassVar[threading.Thread | None] = None
+    _loop: ClassVar[asyncio.AbstractEventLoop]
+    _seats: ClassVar[asyncio.Semaphore]
+
     @checked()
     def __init__(self, terms: Sequence[RewardTerm], num_workers: Count = 4, timeout: Seconds = 10.0) -> None:
         self.terms = as_terms(terms)
@@ -101,7 +105,6 @@ class RewardPool:
         for term in self.terms:
             if load := getattr(term.function, "load", None):
                 load()
-        self._start_loop()
         for _ in range(num_workers):
             self._start_thread()
 
@@ -174,17 +177,26 @@ class RewardPool:
     def close(self) -> None:
         """Give up on everything that still runs; safe to call twice."""
         with self._changed:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._loop_thread in self._running.values():  # else it stays, for the next pool
+                self._end_loop()
             self._closed = True
             self._waiting.clear()
             self._running.clear()
             self._changed.notify_all()
 
-    def _start_loop(self) -> None:
-        self._loop, self._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_AWAITED)
-        self._loop_thread = threading.Thread(target=serve, args=(self._loop,), name="reward-loop", daemon=True)
-        self._loop_thread.start()
+    def _loop_of_process(self) -> threading.Thread:
+        """Return the thread of the event loop of all pools, a new one where there is none, as in a fork."""
+        thread = self._loop_thread
+        if thread is None or not thread.is_alive():
+            RewardPool._loop, RewardPool._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_AWAITED)
+            thread = threading.Thread(target=serve, args=(self._loop,), name="reward-loop", daemon=True)
+            RewardPool._loop_thread = thread
+            thread.start()
+        return thread
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        RewardPool._loop_thread = None
 
     def _start_thread(self) -> None:
         # A daemon: `concurrent.futures` joins its threads when the interpreter exits, and one that hangs never ends.
@@ -217,7 +229,7 @@ class RewardPool:
         """Let the loop await the value; return False for a call that was given up."""
         with self._changed:
             if is_wanted := call in self._running:
-                self._running[call], call.started = self._loop_thread, math.inf
+                self._running[call], call.started = self._loop_of_process(), math.inf
                 asyncio.run_coroutine_threadsafe(self._await(call, value, self._seats), self._loop)
         return is_wanted
 
@@ -242,8 +254,7 @@ class RewardPool:
                     del self._running[call]
                     self._waiting.append(call)
             if thread is self._loop_thread:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._start_loop()
+                self._end_loop()
             else:
                 self._start_thread()
         self._stuck = [(thread, name) for thread, name in self._stuck if thread.is_alive()]
