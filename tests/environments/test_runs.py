@@ -154,7 +154,7 @@ def test_adapters_learn_from_conversations(policy_path: str, prompts_path: str, 
 def test_a_tiny_policy_learns_a_game_of_three_turns(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     recorder = Recorder()
     data = make_data(prompts_path, **settings(group_size=8, prompts_per_iteration=8, num_minibatches=1))
-    make_trainer(tmp_path, recorder, max_epochs=16).fit(make_module(policy_path), data)
+    make_trainer(tmp_path, recorder, max_epochs=8).fit(make_module(policy_path), data)
     means = [sum(each.reward for each in rollouts) / len(rollouts) for rollouts in recorder.rollouts]
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
     assert all(len(each.response.turns) == 3 for rollouts in recorder.rollouts for each in rollouts)

@@ -53,7 +53,7 @@ def test_every_response_is_written_by_the_current_weights(
 @pytest.mark.slow
 def test_reward_goes_up(policy_path: str, prompts_path: str, tmp_path: Path) -> None:
     recorder = Recorder()
-    trainer = make_trainer(tmp_path, recorder, max_epochs=12)
+    trainer = make_trainer(tmp_path, recorder, max_epochs=6)
     data = make_data(prompts_path, prompts_per_iteration=8, group_size=8, num_minibatches=1)
     trainer.fit(make_module(policy_path, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)), data)
     means = [sum(r.reward for r in rollouts) / len(rollouts) for rollouts in recorder.rollouts]
