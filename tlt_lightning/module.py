@@ -40,7 +40,7 @@ from tlt_lightning.objectives import GRPO
 from tlt_lightning.objectives.base import PolicyObjective
 from tlt_lightning.objectives.ppo import explained_variance
 from tlt_lightning.policy import PolicyWeights
-from tlt_lightning.ranks.reduce import gather_over_ranks, sum_over_ranks
+from tlt_lightning.ranks.reduce import sum_over_ranks
 from tlt_lightning.rollout import Rollout, RolloutBatch
 from tlt_lightning.sharding.units import total_norm
 from tlt_lightning.training import optimization, resume
@@ -356,7 +356,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        metrics = self.held_out.read("val", partial(gather_over_ranks, self.trainer))
+        metrics = self.held_out.read("val")
         if self._is_fitting:
             self.validated = metrics
             log_of_iteration(self, metrics)
@@ -365,7 +365,7 @@ class RLModule(L.LightningModule):
 
     @override
     def on_test_epoch_end(self) -> None:
-        self.log_dict(self.held_out.read("test", partial(gather_over_ranks, self.trainer)))
+        self.log_dict(self.held_out.read("test"))
 
     @override
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from math import isnan
 import pytest
 import torch
 
-from tlt_lightning.metrics.held_out import HeldOutMetrics, accuracies, pass_at_k
+from tlt_lightning.metrics.held_out import HeldOutMetrics, PassAtK, pass_at_k
 from tlt_lightning.rollout import Prompt, Response, Rollout
 
 
@@ -15,10 +15,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(num_samples: in
     assert pass_at_k(num_samples, num_correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def test_every_prompt_counts_alike_and_k_goes_up_to_the_smallest_group() -> None:
-    groups = [(4, 1), (4, 4)]
-    assert accuracies(groups) == pytest.approx({"accuracy": 0.625, "pass@2": 0.75, "pass@4": 1.0})
-    assert accuracies([*groups, (2, 1)]) == pytest.approx({"accuracy": 1.75 / 3, "pass@2": 2.5 / 3})
+def test_metric_averages_over_prompts_and_batches() -> None:
+    metric = PassAtK()
+    metric.update([(0, True), (0, False), (0, False), (0, False)])
+    metric.update([(1, True), (1, True), (1, True), (1, True)])
+    values = {name: float(value) for name, value in metric.compute().items()}
+    assert values == pytest.approx({"accuracy": 0.625, "pass@2": 0.75, "pass@4": 1.0})
+    metric.update([(0, True), (0, False)])  # the smallest group
+    values = {name: float(value) for name, value in metric.compute().items()}
+    assert values == pytest.approx({"accuracy": 1.75 / 3, "pass@2": 2.5 / 3})
 
 
 def test_held_out_answers_are_measured_under_their_stage_and_anew_each_time() -> None:
@@ -37,11 +42,23 @@ def test_held_out_answers_are_measured_under_their_stage_and_anew_each_time() ->
     assert metrics.read("test") == {"test/accuracy": 0.0, "test/reward": 0.25, "test/length": 7.0}
 
 
-def test_a_loss_is_that_of_all_ranks_tokens_and_hides_none_that_is_no_number() -> None:
+def test_a_process_alone_gathers_from_nobody_whatever_group_its_engine_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's group on a GPU has no backend for tensors on the CPU."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather", fail)
+    monkeypatch.setattr(torch.distributed, "barrier", fail)
     metrics = HeldOutMetrics(has_rewards=False)
     metrics.add_losses(torch.tensor([1.0, 3.0]))
-    metrics.add_losses(torch.tensor([8.0]))
-    found = metrics.read("val", lambda own: [own, ([], [], [(4.0, 1)])])
-    assert found == pytest.approx({"val/loss": 4.0, "val/perplexity": torch.tensor(4.0).exp().item()})
+    assert metrics.read("val")["val/loss"] == 2.0
+
+
+def test_a_loss_that_is_no_number_is_shown() -> None:
+    metrics = HeldOutMetrics(has_rewards=False)
     metrics.add_losses(torch.tensor([1.0, torch.nan]))
+    metrics.add_losses(torch.tensor([3.0]))
     assert isnan(metrics.read("val")["val/loss"])

@@ -1,14 +1,15 @@
 """Measure accuracy over held-out prompts."""
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from math import comb
-from statistics import fmean
-from typing import Any
 
-from torch import Tensor, tensor
+import torch
+from torch import Tensor, distributed, nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.utilities import dim_zero_cat
+from typing_extensions import override
 
-from tlt_lightning.rollout import Rollout, split_groups
+from tlt_lightning.rollout import Rollout
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -19,59 +20,84 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def accuracies(groups: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Return accuracy, and pass@k for k = 2, 4, 8, ... up to the smallest group.
+def has_other_ranks() -> bool:
+    """Return True if there are ranks to gather from: vLLM's group of one, on a GPU, cannot gather tensors of a CPU."""
+    return distributed.is_initialized() and distributed.get_world_size() > 1
 
-    Args:
-        groups: Samples and correct ones of each prompt.
+
+class PassAtK(Metric):
+    """Computes accuracy and pass@k over prompts that were each answered several times.
 
     Example:
-        >>> accuracies([(2, 1), (2, 2)])
+        >>> metric = PassAtK()
+        >>> metric.update([(0, True), (0, False), (1, True), (1, True)])
+        >>> {name: value.item() for name, value in metric.compute().items()}
         {'accuracy': 0.75, 'pass@2': 1.0}
     """
-    k, results = 2, {"accuracy": fmean(correct / samples for samples, correct in groups)}
-    while k <= min(samples for samples, _ in groups):
-        results[f"pass@{k}"] = fmean(pass_at_k(*group, k) for group in groups)
-        k *= 2
-    return results
+
+    full_state_update = False
+    num_samples: list[Tensor]
+    num_correct: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__(distributed_available_fn=has_other_ranks)
+        self.add_state("num_samples", default=[], dist_reduce_fx="cat")
+        self.add_state("num_correct", default=[], dist_reduce_fx="cat")
+
+    @override
+    def update(self, samples: Sequence[tuple[int, bool]]) -> None:
+        """Add whole groups: `samples` are (group, whether it is correct)."""
+        groups: dict[int, list[bool]] = {}
+        for group, correct in samples:
+            groups.setdefault(group, []).append(correct)
+        self.num_samples.append(torch.tensor([len(group) for group in groups.values()], device=self.device))
+        self.num_correct.append(torch.tensor([sum(group) for group in groups.values()], device=self.device))
+
+    @override
+    def compute(self) -> dict[str, Tensor]:
+        """Return `accuracy`, and `pass@k` for k = 2, 4, 8, ... up to the smallest group."""
+        counts = torch.stack([dim_zero_cat(self.num_samples), dim_zero_cat(self.num_correct)], dim=1).tolist()
+        k, results = 2, {"accuracy": sum(c / n for n, c in counts) / len(counts)}
+        while k <= min(n for n, _ in counts):
+            results[f"pass@{k}"] = sum(pass_at_k(n, c, k) for n, c in counts) / len(counts)
+            k *= 2
+        return {name: torch.tensor(value, device=self.device) for name, value in results.items()}
 
 
-class HeldOutMetrics:
+class HeldOutMetrics(nn.Module):
     """Computes mean length over held-out prompts, and if there are rewards, these, accuracy and pass@k; or a loss.
 
     The loss is that of held-out texts.
     """
 
     def __init__(self, *, has_rewards: bool = True) -> None:
+        super().__init__()
         self.has_rewards = has_rewards
-        self._start_over()
-
-    def _start_over(self) -> None:
-        self._groups: list[tuple[int, int]] = []  # samples and correct ones of each prompt
-        self._rollouts: list[tuple[float, float]] = []  # reward and length of each
-        self._losses: list[tuple[Tensor, int]] = []  # sums over tokens, and their numbers
+        self.accuracy = PassAtK()
+        # a loss that is no number is shown, where torchmetrics would leave it out of the mean
+        means = (MeanMetric("disable", distributed_available_fn=has_other_ranks) for _ in range(3))
+        self.reward, self.length, self.loss = means
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add whole groups."""
-        self._groups += [(len(group), sum(each.is_correct for each in group)) for group in split_groups(rollouts)]
-        self._rollouts += [(rollout.reward, float(rollout.response.num_written)) for rollout in rollouts]
+        if not rollouts:
+            return
+        self.accuracy.update([(rollout.group, rollout.is_correct) for rollout in rollouts])
+        self.reward.update(torch.tensor([rollout.reward for rollout in rollouts]))
+        self.length.update(torch.tensor([float(rollout.response.num_written) for rollout in rollouts]))
 
     def add_losses(self, losses: Tensor) -> None:
         """Add the negative log-probs of tokens, (N,)."""
-        self._losses.append((losses.double().sum(), len(losses)))
+        self.loss.update(losses.float())
 
-    def read(self, stage: str, gather: Callable[[Any], Sequence[Any]] = lambda own: [own]) -> dict[str, float]:
-        """Return the metrics under `stage`/ over all ranks, and start over; `gather`, a collective, returns theirs."""
-        losses = [(float(total), count) for total, count in self._losses]
-        ranks = zip(*gather((self._groups, self._rollouts, losses)), strict=True)
-        groups, rollouts, losses = (list(chain.from_iterable(each)) for each in ranks)
-        self._start_over()
-        metrics: dict[str, float] = {}
-        if rollouts:
-            rewards, lengths = zip(*rollouts, strict=True)
-            metrics = {**accuracies(groups), "reward": fmean(rewards)} if self.has_rewards else {}
-            metrics["length"] = fmean(lengths)
-        if losses:
-            total, count = map(sum, zip(*losses, strict=True))
-            metrics |= {"loss": total / count, "perplexity": float(tensor(total / count).exp())}
-        return {f"{stage}/{name}": value for name, value in metrics.items()}
+    def read(self, stage: str) -> dict[str, float]:
+        """Return the metrics under `stage`/ over all ranks, and start over."""
+        metrics: dict[str, Tensor] = {}
+        if self.length.update_called:
+            rewarded = {**self.accuracy.compute(), "reward": self.reward.compute()} if self.has_rewards else {}
+            metrics = {**rewarded, "length": self.length.compute()}
+        if self.loss.update_called:
+            metrics |= {"loss": self.loss.compute(), "perplexity": self.loss.compute().exp()}
+        for metric in (self.accuracy, self.reward, self.length, self.loss):
+            metric.reset()
+        return {f"{stage}/{name}": float(value) for name, value in metrics.items()}
