@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import save_architecture
-from tlt_lightning.adapters import LoRA
+from tlt_lightning.adapters import LoRA, adapters_of, with_adapters
 from tlt_lightning.policy import PolicyWeights, load_policy, load_shapes, merged, policy_shapes
 
 
@@ -59,6 +59,12 @@ def test_a_router_that_returns_two_tensors_has_no_adapter_and_the_experts_beside
     logits.sum().backward()
     adapted = {name.split(".lora_")[0].split(".")[-1] for name, p in policy.named_parameters() if p.grad is not None}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_router_that_is_a_plain_layer_has_an_adapter(policy_path: str) -> None:
+    policy = load_policy(policy_path)
+    policy.model.router = torch.nn.Linear(8, 2)
+    assert "model.router.weight" in adapters_of(with_adapters(policy, LoRA(rank=2)))
 
 
 @pytest.mark.parametrize("target", [["q_proj", "v_prjo"], ["norm"], "q_proj"])

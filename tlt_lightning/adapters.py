@@ -22,8 +22,9 @@ class LoRA:
     Args:
         rank: Rank of each update.
         alpha: Scale; the update is multiplied by `alpha / rank`.
-        target_modules: Names of the linear layers to adapt; `all-linear` adapts every one but the head. A head and an
-            embedding that are one tensor (`tie_word_embeddings`) cannot be adapted.
+        target_modules: Names of the linear layers to adapt; `all-linear` adapts every one but the head, and routers of
+            experts that are more than a linear layer. A head and an embedding that are one tensor
+            (`tie_word_embeddings`) cannot be adapted.
         base_dtype: Type of the frozen weights. `bfloat16` halves their memory and is what vLLM runs anyway.
     """
 
@@ -40,8 +41,9 @@ def with_adapters(model: "PreTrainedModel", lora: LoRA | None) -> "PreTrainedMod
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    # Routers of Llama 4 and PhiMoE return two tensors, to which PEFT adds none.
-    config.exclude_modules = [name for name, _ in model.named_modules() if name.endswith(".router")] or None
+    # Routers of Llama 4 and PhiMoE return two tensors, to which PEFT adds none; others, as Jamba's, are plain layers.
+    named = model.named_modules()
+    config.exclude_modules = [n for n, m in named if n.endswith(".router") and type(m) is not torch.nn.Linear] or None
     asked = [] if isinstance(lora.target_modules, str) else lora.target_modules
     unknown = [each for each in asked if not any(f".{name}".endswith(f".{each}") for name, _ in model.named_modules())]
     try:

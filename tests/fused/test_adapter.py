@@ -60,6 +60,7 @@ def test_outputs_and_gradients_are_those_of_peft(options: dict[str, object], num
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
     assert len(number_fused) == 2
     assert len(passes(ours, x)) == 2 + 4
+    assert passes(ours, x[:, :0])[0].shape == (2, 0, 6)  # of an expert that nobody chose
 
 
 def test_under_autocast_they_are_those_of_peft_as_far_as_bfloat16_goes(number_fused: list[int]) -> None:

@@ -35,7 +35,7 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     bias = None if base.bias is None else base.bias.to(dtype)
     tensors = (x.to(dtype).flatten(0, -2), base.weight.to(dtype), bias, a.to(dtype), b.to(dtype))
     # Views are made here: nobody could add to one that the function had made.
-    return _AdaptedLinear.apply(*tensors, layer.scaling[name]).view(*x.shape[:-1], -1)
+    return _AdaptedLinear.apply(*tensors, layer.scaling[name]).view(*x.shape[:-1], base.out_features)
 
 
 def _is_plain(layer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from tlt_lightning.data.module import RolloutDataModule
 from tlt_lightning.engine.transformers import TransformersEngine
-from tlt_lightning.hooks import ROLLOUT_HOOKS, RolloutCallback
+from tlt_lightning.hooks import RolloutCallback
 from tlt_lightning.metrics import IterationLog
 from tlt_lightning.module import RLModule
 from tlt_lightning.objectives import GRPO
 from tlt_lightning.rewards.term import RewardTerm
 from tlt_lightning.rollout import Sampling
 from tlt_lightning.testing.plugin import POLICY, named, saved
+
+LIKENESS = 0.78
+"""Of a method's name to a hook's, by `difflib`, above which it is a mistake: on_rollout_finished, not on_game_end."""
 
 
 class _WatchedLog(IterationLog):
@@ -45,10 +49,10 @@ def check_callback(callback: L.Callback, policy: str = POLICY) -> None:
         callback: Fresh from its constructor; the run is its own.
         policy: Path or hub name of a small policy.
     """
-    own, hooks = [name for name in dir(type(callback)) if name.startswith("on_")], ", ".join(ROLLOUT_HOOKS)
+    own, hooks = ([name for name in dir(each) if name.startswith("on_")] for each in (type(callback), RolloutCallback))
     for name in own:
-        is_hook = hasattr(RolloutCallback, name)
-        assert is_hook, f"{named(callback, name)} is no hook, and nothing calls it: hooks are Lightning's and {hooks}."
+        meant = [] if name in hooks else get_close_matches(name, hooks, 1, LIKENESS)
+        assert not meant, f"{named(callback, name)} is no hook, and no run calls it: is {meant[0]} meant?"
     log = _WatchedLog()
     for name in own:
         setattr(callback, name, partial(log.call, getattr(callback, name)))
