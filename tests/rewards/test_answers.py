@@ -77,6 +77,17 @@ def test_a_response_that_repeats_an_open_box_is_read_once() -> None:
         ("<think>Perhaps the answer is A.</think> C", "C"),
         ("I choose 3", 3),
         ("The answer is A because iron rusts.", "A"),
+        ("The answer is A because B is wrong", "A"),
+        ("**The answer is:** A and not B", "A"),
+        ("**Answer**: A since B is wrong", "A"),
+        ("Answer: A quick check gives us option B", "B"),
+        ("Answer A is wrong, B is right", "B"),
+        ("The answer A gives is wrong; choose B", "B"),
+        ("The answer is\nA long story. So B.", "B"),
+        ("**Answer:** A plant needs light. B", "B"),
+        ("In answer A we have two errors, therefore B", "B"),
+        ("I'll explain my answer: A metal rusts, hence (B).", "B"),
+        ("It is not answer A because iron rusts. So B.", "B"),
     ],
 )
 def test_multiple_choice_finds_the_option(response: str, answer: str | int) -> None:

@@ -5,10 +5,13 @@ from typing import Any
 
 from tlt_lightning.rewards.answers import expected_answer, final_part, last_boxed
 
-# "A" before a lower-case word is taken for the article, which reasoning is full of, but not where an answer is stated.
+# "A" before a lower-case word is taken for the article, which reasoning is full of, but not where STATED_A matches.
 LETTER = r"(?:[B-E]|A(?!\s+[a-z]))"
 NUMBER = r"(?:(?<!\.)[1-5](?!\.\d))"
-STATED = re.compile(rf"(?i:answer)(?:\s+(?i:is))?[\s:=*$]*(?:\(([a-eA-E1-5])\)|([A-E]|{NUMBER})(?!\w))")
+STATED_A = r"(?:\s+(?i:is)[ :=*$]*|[ *]*:[ *]*(?=A\s+(?:because|since)\b))(A)(?!\w)"
+STATED = re.compile(
+    rf"(?i:answer)(?:{STATED_A}|(?:\s+(?i:is))?[\s:=*$]*(?:\(([a-eA-E1-5])\)|({LETTER}|{NUMBER})(?!\w)))"
+)
 STANDALONE_LETTER = re.compile(rf"(?<!\w){LETTER}(?!\w)")
 STANDALONE_LABEL = re.compile(rf"(?<!\w)(?:{LETTER}|{NUMBER})(?!\w)")
 
@@ -41,7 +44,7 @@ def chosen_option(response: str, *, numbered: bool) -> str | None:
     if boxed is not None:
         found = standalone.search(re.sub(r"\\[a-zA-Z]+|[{}]", " ", boxed))
         return found.group() if found else None
-    stated = [match.group(1) or match.group(2) for match in STATED.finditer(response)]
+    stated = [match[match.lastindex or 0] for match in STATED.finditer(response)]
     stated = [option for option in stated if numbered or option.isalpha()]
     return stated[-1] if stated else next(reversed(standalone.findall(response)), None)
 
