@@ -16,14 +16,21 @@ CHILDREN = Children(Path(__file__).with_name("_math_answer.py"))
 
 CURRENCY = r"(?:\\?[$€£¥])?"
 
-FACTORS = (
-    r".*\b(?:(?:hundred|thousand|[mbt]r?illion|dozen)(?:ths?|s)?|half|percent|sqrt|sin|cos|tan|log)\b"
-    r"|\s+(?:halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten)ths?|squared|cubed|factorial)\b"
-)
-"""Matches, behind a number, words that make another number of it."""
+SCALE = r"(?:hundred|thousand|[mbt]r?illion|dozen)(?:ths?|s)?\b"
 
-UNIT = rf"(?i:\s*[€£¥°]|(?!{FACTORS})\s+[a-z]{{3,}}(?:\s+[a-z]+)*)?"
+POSTFIX = (
+    r"(?:halves|(?:third|(?:four|fif|six|seven|eigh|nin|ten)th)(?:s|(?! +(?!of\b)[a-z]))|squared|cubed|factorial)\b"
+)
+"""Matches words that make another number of the one just before them. `3 third graders` are 3."""
+
+UNIT = (
+    rf"(?i:\s*[€£¥°]|(?!.*\b(?:{SCALE}|(?:half|percent|sqrt|sin|cos|tan|log)\b)|\s+{POSTFIX})"
+    r"\s+[a-z]{3,}(?:\s+[a-z]+)*)?"
+)
 """Matches the words or the sign that may follow a number, none of them a factor."""
+
+MULTIPLIED = rf"(?i:[\s$]*(?:{SCALE}|{POSTFIX})(?!-)\D*)"
+"""Matches what follows a number up to the end of a text: a word that makes another number of it, and no digit."""
 
 TAIL = 2000
 """Characters at the end of a response in which an answer that is not marked is looked for."""
@@ -38,6 +45,8 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     LaTeX, a number, or a whole GSM8K solution; `$18`, `18 dollars` and 18 are the same. What `</think>` ends holds no
     answer. Where a number is expected, an expression that still has to be computed is none: `3 + 4 + 2` is not 9, but
     the question. Elsewhere an expression of the prompt is no answer, unless it is written as expected.
+    `2 trillion` and `2 thirds` are not 2 where `\boxed`, `####`, `<answer>`, "answer is" or "answer:" marks them and no
+    further number follows.
 
     Raises:
         TimeoutError: If the comparison takes longer than `TIME_LIMIT`.
@@ -52,6 +61,8 @@ def math_equivalence(prompt: str, response: str, row: dict[str, Any]) -> float:
     wanted, answer = plain_number(gold, UNIT), last_boxed(text) or after_hashes(text)
     if not text and wanted is not None:  # asked of every row before a run
         return 0.0
+    if wanted and plain_number(re.split(r"(?i)answer(?: is|[*:])+", answer or tail)[-1], MULTIPLIED) == wanted:
+        return 0.0  # math-verify takes `2 trillion` for 2
     if answer is None and not is_block:
         return float(CHILDREN.ask(gold, tail, prompt))
     found = plain_number(answer or text, UNIT)
