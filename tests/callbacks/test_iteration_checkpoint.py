@@ -76,12 +76,19 @@ def test_a_resumed_run_keeps_as_many_as_it_is_told_to(max_epochs: int, keep: int
     assert (folder / "last.ckpt").resolve().name == kept[-1]
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("min", [0, 2]), ("max", [4])])  # one is `last.ckpt`
-def test_a_resumed_run_keeps_as_many_of_the_best_as_it_is_told_to(mode: str, kept: list[int], tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"monitor": "step", "mode": mode, "save_last": "link", "save_on_train_epoch_end": True}
-    for max_epochs, top, fit in ((4, 3, {}), (5, 1, {"ckpt_path": tmp_path / "last.ckpt"})):
-        fit_into(tmp_path, max_epochs, saver=ModelCheckpoint(tmp_path, "{epoch}", save_top_k=top, **settings), **fit)
-    assert {path.name for path in tmp_path.glob("epoch*")} == {f"epoch={epoch}.ckpt" for epoch in kept}
+@pytest.mark.parametrize(
+    ("metric", "mode", "kept"),
+    [("step", "min", 0), ("step", "max", 5), ("reward/mean", "min", 0), ("reward/mean", "max", 0)],  # which is constant
+)
+def test_a_resumed_run_keeps_as_many_of_the_best_as_it_is_told_to(
+    metric: str, mode: str, kept: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"monitor": metric, "mode": mode, "save_last": "link", "save_on_train_epoch_end": True}
+    for max_epochs, top in ((4, 3), (5, 1), (6, 1)):  # in the second `last.ckpt` still needs one more
+        best, last = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=top, **settings), tmp_path / "last.ckpt"
+        fit_into(tmp_path, max_epochs, saver=best, **({"ckpt_path": last} if last.exists() else {}))
+        assert Path(best.best_model_path).exists()
+    assert [path.name for path in tmp_path.glob("epoch*")] == [f"epoch={kept}.ckpt"]
 
 
 def test_another_runs_checkpoints_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

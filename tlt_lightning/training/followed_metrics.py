@@ -83,11 +83,14 @@ def save_followed(callback: ModelCheckpoint, trainer: L.Trainer, candidates: dic
             f"`ModelCheckpoint(monitor={metric!r})` would save nothing, for the first iteration has not logged "
             f"`{metric}`; choose one of {', '.join(sorted(candidates))}."
         )
-    best_last = sorted(kept, key=kept.__getitem__, reverse=callback.mode == "min")
-    linked = os.path.realpath(callback.last_model_path)
-    for path in best_last[: -callback.save_top_k] if callback.save_top_k > 0 else ():
-        del kept[path]
-        callback.kth_best_model_path = best_last[-callback.save_top_k]
+    best_first = sorted(kept, key=kept.__getitem__, reverse=callback.mode == "max")  # of equals `best_model_path`
+    linked, needed = os.path.realpath(callback.last_model_path), {}
+    for path in best_first[callback.save_top_k :] if callback.save_top_k > 0 else ():
+        score = kept.pop(path)
+        callback.kth_best_model_path = best_first[callback.save_top_k - 1]
         if callback._should_remove_checkpoint(trainer, path, linked):
             callback._remove_checkpoint(trainer, path)
+        else:
+            needed[path] = score
     type(callback)._save_monitor_checkpoint(callback, trainer, candidates)
+    kept.update(needed)  # until it can be removed
