@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -176,13 +177,34 @@ def test_a_checkpoint_with_more_iterations_than_the_run_is_refused_before_anythi
     assert "last.ckpt' holds 3 epochs, more than `trainer.max_epochs`, 1." in capsys.readouterr().err
 
 
-def test_the_last_checkpoint_of_the_folder_is_the_one_to_go_on_from(
-    policy_path: str, prompts_path: str, tmp_path: Path
+@pytest.mark.parametrize("place", ["checkpoints", "csv/version_0/checkpoints", "mine"])
+def test_the_latest_checkpoint_of_the_folder_is_the_last(
+    place: str, policy_path: str, prompts_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match=r"last\.ckpt' is not a complete checkpoint"):
-        run_cli(["fit", *options(policy_path, prompts_path, tmp_path), "--ckpt_path=last"])
+    folder = tmp_path / place
+    folder.mkdir(parents=True)
+    for iteration in (2, 3):
+        progress = {"epoch_progress": {"current": {"processed": iteration}}}
+        torch.save({"loops": {"fit_loop": progress}}, folder / f"epoch={iteration}.ckpt")
+    os.utime(folder / "epoch=2.ckpt", (0, 0))
+    saver = ["--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={tmp_path / 'mine'}"]
+    words = ["fit", *options(policy_path, prompts_path, tmp_path), "--ckpt_path=last", *saver]
+    with pytest.raises(SystemExit):
+        run_cli(words)
+    assert f"{place}/epoch=3.ckpt' holds 3 epochs, more than `trainer.max_epochs`, 1." in capsys.readouterr().err
+    (folder / "last.ckpt").symlink_to("epoch=3.ckpt")
+    with pytest.raises(SystemExit):
+        run_cli(words)
+    assert f"{place}/last.ckpt' holds 3 epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["validate", "predict"])
+def test_without_a_checkpoint_the_last_one_is_not_judged(
+    command: str, policy_path: str, prompts_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_cli([command, *options(policy_path, prompts_path, tmp_path), "--ckpt_path=last"])
+    assert "error: `ckpt_path` 'last' finds no checkpoint;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Bring the callbacks that a run is expected to have."""
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from tlt_lightning.callbacks.completions_writer import CompletionsWriter
 from tlt_lightning.callbacks.iteration_checkpoint import IterationCheckpoint
 from tlt_lightning.callbacks.progress_bar import RolloutProgressBar
 from tlt_lightning.callbacks.run_report import RunReport
+
+
+def folder_of_run(root: str | os.PathLike[str] | None) -> Path:
+    """Return where a run with this `default_root_dir` writes: `outputs` in place of the working directory."""
+    folder = Path(root or Path.cwd()).expanduser()
+    return folder / "outputs" if folder == Path.cwd() else folder
 
 
 def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
@@ -23,8 +30,7 @@ def usual_callbacks(trainer: L.Trainer) -> list[L.Callback]:
     They write to the Trainer's `default_root_dir`; to `outputs` where that is the working directory.
     """
     given: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    root = Path(trainer.default_root_dir)
-    folder = str(root / "outputs" if root == Path.cwd() else root)
+    folder = str(folder_of_run(trainer.default_root_dir))
     usual: list[L.Callback] = [import_module("tlt_lightning.gallery.why_nothing_is_learned").WhyNothingIsLearned()]
     if trainer.progress_bar_callback is not None:
         usual.append(RolloutProgressBar())

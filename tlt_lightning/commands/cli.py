@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import lightning as L
 import yaml
 from jsonargparse import Namespace, _typehints, set_parsing_settings
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
@@ -229,16 +228,6 @@ class _CLI(LightningCLI):
         with settings_of_one_class(), replaced(_typehints, "import_object", import_object):
             super().parse_arguments(parser, args)
 
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        from tlt_lightning.callbacks.usual import usual_callbacks
-
-        trainer = super().instantiate_trainer(**kwargs)
-        if hasattr(self.model, "iteration_log"):  # whose checkpoints would come too late for `--ckpt_path last`
-            usual = usual_callbacks(trainer)
-            trainer.callbacks += [each for each in usual if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
-        return trainer
-
     def __deepcopy__(self, memo: dict[int, Any]) -> _CLI:
         # A callback that averages weights copies the module, whose `optimizer` holds this, and with it the whole run.
         return self
@@ -260,7 +249,11 @@ class _CLI(LightningCLI):
         # Lightning loads the whole file here, to take settings from it in place of those given.
         command = self.config.get("subcommand")
         settings = self.config.get(command, {}) if command else {}
+        if settings.get("ckpt_path") == "last":
+            settings["ckpt_path"] = _latest_checkpoint(settings) or "last"
         path, last = settings.get("ckpt_path"), settings.get("trainer.max_epochs") or -1
+        if path == "last" and command != "fit":
+            self.parser.error("`ckpt_path` 'last' finds no checkpoint; leave it out to take what `model` names.")
         if path in (None, "best", "last", "hpc"):
             return
         try:
@@ -269,6 +262,22 @@ class _CLI(LightningCLI):
             self.parser.error(str(error))
         if command == "fit" and -1 < last < (held := iterations_of(path) or 0):  # Lightning says so late
             self.parser.error(f"`ckpt_path` {str(path)!r} holds {held} epochs, more than `trainer.max_epochs`, {last}.")
+
+
+def _latest_checkpoint(settings: Namespace | dict[str, Any]) -> str | None:
+    """Return the latest checkpoint of the folders in which runs with these settings save; None without one.
+
+    Lightning itself looks where the new run will save: not in an earlier `version_<n>`, nor where callbacks of the
+    module save.
+    """
+    from tlt_lightning.callbacks.usual import folder_of_run
+
+    root, callbacks = folder_of_run(settings.get("trainer.default_root_dir")), settings.get("trainer.callbacks") or []
+    given = [each.get("init_args.dirpath") for each in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    folders = [root / "checkpoints", *root.glob("*/version_*/checkpoints"), *(Path(each) for each in given if each)]
+    files = [file for folder in folders for file in folder.glob("*.ckpt") if file.exists()]
+    # `last.ckpt` is as old as what it links to; a run that goes on from a file itself never removes that.
+    return str(max(files, key=lambda file: (file.stat().st_mtime, file.name))) if files else None
 
 
 class _DrafterCLI(_CLI):
