@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tlt_lightning.rewards import RewardPool, RewardTerm
+from tlt_lightning.rewards.pool import MAX_AWAITED
 
 
 def length(prompt: str, response: str, row: dict) -> float:
@@ -99,6 +100,54 @@ def test_async_calls_share_an_event_loop_and_run_together(make_pool) -> None:
             pool.submit(key, "", "", {})
         assert pool.collect() == {key: {"ask": 1.0} for key in range(8)}
         pool.close()
+
+
+def test_a_pool_that_closes_ends_its_own_async_calls_only(make_pool, caplog, recwarn) -> None:
+    loops, is_begun, is_cancelled, may_end = set(), threading.Event(), threading.Event(), threading.Event()
+
+    async def ask(prompt: str, response: str, row: dict) -> float:
+        loops.add(asyncio.get_running_loop())
+        try:
+            while prompt == "endless" or not may_end.is_set():
+                is_begun.set()
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            is_cancelled.set()
+            raise
+        return 1.0
+
+    other, closes = make_pool(ask, timeout=100), make_pool(ask, timeout=100)
+    other.submit(0, "", "", {})
+    assert is_begun.wait(100)
+    for key in range(MAX_AWAITED + 6):  # some wait for their turn, and are never begun
+        closes.submit(key, "endless", "", {})
+    while sum(call.task is not None for call in list(closes._running)) < MAX_AWAITED - 1:
+        time.sleep(0.01)
+    closes.close()
+    assert is_cancelled.wait(100)
+    may_end.set()
+    assert other.collect() == {0: {"ask": 1.0}}
+    later = make_pool(ask, timeout=100)
+    later.submit(0, "", "", {})
+    assert later.collect() == {0: {"ask": 1.0}}
+    assert (len(loops), caplog.records, recwarn.list) == (1, [], [])
+
+
+def test_pools_that_begin_together_make_one_event_loop(make_pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, new = [], asyncio.new_event_loop
+
+    def make() -> asyncio.AbstractEventLoop:
+        time.sleep(0.1)
+        made.append(new())
+        return made[-1]
+
+    RewardPool._loop_thread = None
+    monkeypatch.setattr(asyncio, "new_event_loop", make)
+    pools = [make_pool(async_length) for _ in range(4)]
+    for pool in pools:
+        pool.submit(0, "", "abc", {})
+    assert [pool.collect() for pool in pools] == [{0: {"async_length": 3.0}}] * 4
+    assert len(made) == 1
 
 
 def test_calls_run_before_collect(make_pool) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tlt_lightning.rewards import RewardPool, RewardTerm
 from tlt_lightning.rewards import pool as pools
-from tlt_lightning.rewards.pool import GRACE, MAX_STUCK
+from tlt_lightning.rewards.pool import GRACE, MAX_STUCK, within
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ def test_hanging_calls_time_out_and_free_their_worker(function: Any, make_pool, 
     assert "reward/hangs_timeouts" in caplog.text
 
 
-def test_a_coroutine_that_blocks_its_loop_costs_no_call_that_has_not_begun(make_pool, clock: Clock) -> None:
+def test_a_coroutine_that_blocks_its_loop_costs_no_call_that_has_not_begun(make_pool, clock: Clock, caplog) -> None:
     async def block(prompt: str, response: str, row: dict) -> float:
         if prompt == "blocks":
             clock.now += TIMEOUT + GRACE
@@ -83,6 +83,39 @@ def test_a_coroutine_that_blocks_its_loop_costs_no_call_that_has_not_begun(make_
         pool.submit(key, prompt, "", {})
     assert pool.collect() == {0: {"block": 0.0}, 1: {"block": 1.0}, 2: {"block": 1.0}}
     assert pool.stats == {"reward/block_errors": 0, "reward/block_timeouts": 1}
+    assert "is better a plain function" in caplog.text
+
+
+def test_async_calls_that_compute_one_after_the_other_are_not_taken_for_one_that_blocks(
+    make_pool, clock: Clock
+) -> None:
+    number = 2 * int(GRACE / TIMEOUT)
+    all_wait = asyncio.Barrier(number)
+
+    async def compute(prompt: str, response: str, row: dict) -> float:
+        if prompt == "computes":
+            await all_wait.wait()
+            clock.now += TIMEOUT
+            pool.submit(number, "", "", {})  # looks for late calls
+        return 1.0
+
+    pool = make_pool(compute, timeout=TIMEOUT)
+    for key in range(number):
+        pool.submit(key, "computes", "", {})
+    assert set(map(str, pool.collect(range(number)).values())) == {"{'compute': 1.0}"}
+
+
+def test_the_limit_of_an_awaitable_runs_little_while_others_block_the_loop() -> None:
+    async def block() -> float:
+        for _ in range(3):
+            await asyncio.sleep(0)
+            time.sleep(0.01)
+        return 1.0
+
+    async def score() -> list[float]:
+        return await asyncio.gather(*(within(0.1, block(), TimeoutError()) for _ in range(16)))
+
+    assert asyncio.run(score()) == [1.0] * 16
 
 
 def test_calls_that_hang_hold_up_no_others_until_scores_are_waited_for(make_pool, clock: Clock) -> None:

@@ -31,10 +31,13 @@ MAX_AWAITED = 64
 """Awaitables that run at once; more wait, for a client's own limit would count as time of the call."""
 
 GRACE = 5.0
-"""Seconds past its time limit after which an awaitable, which is cancelled there, must be blocking its event loop."""
+"""Seconds past the time limit in which no awaitable has ended: one of them must be blocking the event loop."""
 
 MAX_SCORE = 1e16
 """Largest score, weighted or not: advantages are computed in float32, which holds sums of its squares."""
+
+BLOCKED = ", as an async reward blocked the event loop of all: one that computes or blocks is better a plain function"
+"""Explains why awaitables are late together."""
 
 OUR_FILES = (__file__, inspect.getfile(RewardTerm))
 """Files through which a call reaches a reward."""
@@ -55,6 +58,7 @@ class Call:
     score: float | None = 0.0
     error: BaseException | None = None
     is_done: bool = False
+    task: "asyncio.Task[None] | None" = None
 
 
 class RewardPool:
@@ -86,6 +90,7 @@ class RewardPool:
     _loop_thread: ClassVar[threading.Thread | None] = None
     _loop: ClassVar[asyncio.AbstractEventLoop]
     _seats: ClassVar[asyncio.Semaphore]
+    _changed: ClassVar = threading.Condition()  # guards all that changes below, and is told of it
 
     @checked()
     def __init__(self, terms: Sequence[RewardTerm], num_workers: Count = 4, timeout: Seconds = 10.0) -> None:
@@ -95,7 +100,6 @@ class RewardPool:
         """Errors and timeouts of each reward (`reward/<name>_errors`, `reward/<name>_timeouts`) in the responses that
         the last `collect` returned."""
         self._submitted: dict[int, list[Call]] = {}
-        self._changed = threading.Condition()  # guards those below, and is told of whatever changes them
         self._waiting: deque[Call] = deque()
         self._running: dict[Call, threading.Thread] = {}
         self._stuck: list[tuple[threading.Thread, str]] = []  # the latter is the reward's name
@@ -177,26 +181,13 @@ class RewardPool:
     def close(self) -> None:
         """Give up on everything that still runs; safe to call twice."""
         with self._changed:
-            if self._loop_thread in self._running.values():  # else it stays, for the next pool
-                self._end_loop()
+            for call, thread in self._running.items():
+                if call.task and thread is self._loop_thread:  # which stays, for other pools
+                    self._loop.call_soon_threadsafe(call.task.cancel)
             self._closed = True
             self._waiting.clear()
             self._running.clear()
             self._changed.notify_all()
-
-    def _loop_of_process(self) -> threading.Thread:
-        """Return the thread of the event loop of all pools, a new one where there is none, as in a fork."""
-        thread = self._loop_thread
-        if thread is None or not thread.is_alive():
-            RewardPool._loop, RewardPool._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_AWAITED)
-            thread = threading.Thread(target=serve, args=(self._loop,), name="reward-loop", daemon=True)
-            RewardPool._loop_thread = thread
-            thread.start()
-        return thread
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        RewardPool._loop_thread = None
 
     def _start_thread(self) -> None:
         # A daemon: `concurrent.futures` joins its threads when the interpreter exits, and one that hangs never ends.
@@ -226,17 +217,26 @@ class RewardPool:
                 return
 
     def _hand_over(self, call: Call, value: Awaitable[Any]) -> bool:
-        """Let the loop await the value; return False for a call that was given up."""
+        """Let the loop of all pools, new if there is none (as in a fork), await the value; return False if given up."""
         with self._changed:
+            thread = self._loop_thread
+            if thread is None or not thread.is_alive():
+                RewardPool._loop, RewardPool._seats = asyncio.new_event_loop(), asyncio.Semaphore(MAX_AWAITED)
+                thread = threading.Thread(target=serve, args=(self._loop,), name="reward-loop", daemon=True)
+                RewardPool._loop_thread = thread
+                thread.start()
             if is_wanted := call in self._running:
-                self._running[call], call.started = self._loop_of_process(), math.inf
-                asyncio.run_coroutine_threadsafe(self._await(call, value, self._seats), self._loop)
+                self._running[call], call.started = thread, math.inf
+            asyncio.run_coroutine_threadsafe(self._await(call, value, self._seats), self._loop)
         return is_wanted
 
     async def _await(self, call: Call, value: Awaitable[Any], seats: asyncio.Semaphore) -> None:
         try:
             async with seats:
-                call.started = time.monotonic() + GRACE
+                if self._running.get(call) is not threading.current_thread():
+                    getattr(value, "close", lambda: None)()  # or Python warns that nothing has awaited a coroutine
+                    return
+                call.started, call.task = time.monotonic() + GRACE, asyncio.current_task()
                 score, error = score_of(call, await within(self.timeout, value, late(self.timeout))), None
         except BaseException as raised:
             score, error = 0.0, raised
@@ -249,12 +249,13 @@ class RewardPool:
             self._stuck.append((thread, lost[0].term.name))
             for call in lost:
                 if call.started < math.inf:
-                    self._end(call, 0.0, late(self.timeout))
+                    self._end(call, 0.0, late(self.timeout, BLOCKED if call.task else ""))
                 else:  # not begun, because another blocks the loop
                     del self._running[call]
                     self._waiting.append(call)
             if thread is self._loop_thread:
-                self._end_loop()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                RewardPool._loop_thread = None
             else:
                 self._start_thread()
         self._stuck = [(thread, name) for thread, name in self._stuck if thread.is_alive()]
@@ -277,6 +278,8 @@ class RewardPool:
     def _end(self, call: Call, score: float | None, error: BaseException | None) -> None:
         call.score, call.error, call.is_done = score, error, True
         del self._running[call]
+        for other in [each for each in self._running if call.task and each.task]:  # their loop is not blocked
+            other.started = time.monotonic() + GRACE
         self._changed.notify_all()
         if error is None or call.term.name in self._warned:
             return
@@ -307,8 +310,7 @@ def describe(error: BaseException | None) -> str:
 
 def score_of(call: Call, returned: Any) -> float | None:
     """Return the finite score in what the reward has returned; None where it does not apply."""
-    value = call.term.score_of(returned)
-    return None if value is None else as_score(value, call.term.weight)
+    return None if (value := call.term.score_of(returned)) is None else as_score(value, call.term.weight)
 
 
 def as_score(value: Any, weight: float = 1.0) -> float:
@@ -325,17 +327,27 @@ def as_score(value: Any, weight: float = 1.0) -> float:
 async def within(seconds: float, value: Awaitable[Any], late: Exception) -> Any:
     """Await `value` for `seconds` at most, then cancel it and raise `late`."""
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with asyncio.timeout(None) as limit:
+            timer = asyncio.create_task(expire(limit, seconds))
             return await value
     except TimeoutError as error:
         if limit.expired():
             raise late from error
         raise
+    finally:
+        timer.cancel()
 
 
-def late(timeout: float) -> TimeoutError:
+async def expire(limit: asyncio.Timeout, seconds: float) -> None:
+    """End a limit after `seconds` in ten parts; each counts once, however long others block the loop in it."""
+    for _ in range(10):
+        await asyncio.sleep(seconds / 10)
+    limit.reschedule(0)
+
+
+def late(timeout: float, why: str = "") -> TimeoutError:
     """Make the error of a call that did not end within `timeout` s."""
-    return TimeoutError(f"no score within {timeout} s")
+    return TimeoutError(f"no score within {timeout} s{why}")
 
 
 def serve(loop: asyncio.AbstractEventLoop) -> None:
