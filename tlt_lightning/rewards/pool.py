@@ -81,7 +81,7 @@ class RewardPool:
     Example:
         >>> from tlt_lightning.rewards import exact_match
         >>> pool = RewardPool([RewardTerm(function=exact_match)])
-        >>> pool.submit(0, "1 + 1 =", "2", {"answer": "2"})
+        >>> calls = pool.submit(0, "1 + 1 =", "2", {"answer": "2"})
         >>> pool.collect()
         {0: {'exact_match': 1.0}}
         >>> pool.close()
