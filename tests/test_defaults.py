@@ -67,7 +67,7 @@ DEFAULTS: dict[Callable[..., Any], dict[str, Any]] = {
     tlt.Strategy: {"num_draft_tokens": 0},
     tlt.SelectorState: {"mean_context": 0.0, "drafter_version": -1, "waiting": 0},
     tlt.MeasuredStep: {"error": 0.1},
-    AcceptanceAlarm: {"window": 512, "floor": 0.01},
+    AcceptanceAlarm: {"window": 512},
     AcceptanceEstimator: {"window": 100},
     StepTimeModel: {"window": 300},
     DrafterBuffer: {"held_out_share": 0.25, "previous_share": 0.25},

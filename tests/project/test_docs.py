@@ -299,7 +299,7 @@ def test_the_notebook_runs_and_shows_rewards_and_completions(tmp_path: Path, mon
     outputs = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     assert "reward/brevity " in outputs["metrics"][0]["text"]
     assert len(ast.literal_eval(outputs["curve"][0]["data"]["text/plain"])) == 3
-    assert outputs["completions"][0]["text"].count("make ") == 6
+    assert "".join(each["text"] for each in outputs["completions"]).count("make ") == 6  # a slow kernel prints in parts
 
 
 @pytest.mark.slow
