@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 _OF_ITERATION = ("mismatch/", "reward/", "rollout/", "schedule/", "time/", "train/")
 _BETTER_IF_HIGH = r"reward/mean|val/(accuracy|reward|pass@\d+)"
@@ -77,20 +78,28 @@ def save_followed(callback: ModelCheckpoint, trainer: L.Trainer, candidates: dic
 
     Nor would it ever remove a checkpoint again in a run that is resumed with a smaller `save_top_k`.
     """
-    metric, kept = str(callback.monitor), callback.best_k_models
+    metric = str(callback.monitor)
     if metric not in candidates and (is_of_iteration(metric) or not sum(trainer.num_val_batches)):
         raise MisconfigurationException(
             f"`ModelCheckpoint(monitor={metric!r})` would save nothing, for the first iteration has not logged "
             f"`{metric}`; choose one of {', '.join(sorted(candidates))}."
         )
+    needed = _remove_surplus(callback, trainer)
+    type(callback)._save_monitor_checkpoint(callback, trainer, candidates)
+    callback.best_k_models.update(needed)  # until they can be removed
+
+
+def _remove_surplus(callback: ModelCheckpoint, trainer: L.Trainer) -> dict[str, Tensor]:
+    """Forget checkpoints beyond `save_top_k` and remove their files; return those that are still needed."""
+    kept, most, needed = callback.best_k_models, callback.save_top_k, dict[str, Tensor]()
+    if not 0 < most < len(kept):
+        return needed
     best_first = sorted(kept, key=kept.__getitem__, reverse=callback.mode == "max")  # of equals `best_model_path`
-    linked, needed = os.path.realpath(callback.last_model_path), {}
-    for path in best_first[callback.save_top_k :] if callback.save_top_k > 0 else ():
+    linked, callback.kth_best_model_path = os.path.realpath(callback.last_model_path), best_first[most - 1]
+    for path in best_first[most:]:
         score = kept.pop(path)
-        callback.kth_best_model_path = best_first[callback.save_top_k - 1]
         if callback._should_remove_checkpoint(trainer, path, linked):
             callback._remove_checkpoint(trainer, path)
         else:
             needed[path] = score
-    type(callback)._save_monitor_checkpoint(callback, trainer, candidates)
-    kept.update(needed)  # until it can be removed
+    return needed
